@@ -37,7 +37,7 @@ def test_equals_optax_by_hand(num_micro_batches):
         updates, opt_state = chain.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(out.loss, loss, rtol=1e-6)
-        np.testing.assert_allclose(out.grad_norm, optax.global_norm(grads), rtol=1e-6)
+        np.testing.assert_allclose(out.grad_norm, optax.tree.norm(grads), rtol=1e-6)
     for name, value in params.items():
         np.testing.assert_allclose(trainer.params()[name], value, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(trainer.params()["n"], np.arange(3))
