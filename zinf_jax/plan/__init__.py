@@ -1,0 +1,28 @@
+"""L2: what lives where, and when it moves: pure functions of shapes and hardware figures."""
+
+from zinf_jax.plan.placement import PageTiers, PlacementOptions
+from zinf_jax.plan.plan import BudgetItem, Chunk, Plan, Prediction, Span
+from zinf_jax.plan.planner import make_plan
+from zinf_jax.plan.schedule import Phase, Position, Residency, ValueLife
+from zinf_jax.plan.shape import Hardware, PageShape, StepShape, StreamOptions, Tier, UnitShape
+
+__all__ = [
+    "BudgetItem",
+    "Chunk",
+    "Hardware",
+    "PageShape",
+    "PageTiers",
+    "Phase",
+    "PlacementOptions",
+    "Plan",
+    "Position",
+    "Prediction",
+    "Residency",
+    "Span",
+    "StepShape",
+    "StreamOptions",
+    "Tier",
+    "UnitShape",
+    "ValueLife",
+    "make_plan",
+]

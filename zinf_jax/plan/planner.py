@@ -1,0 +1,261 @@
+"""From shapes, budgets and hardware figures to a plan: a pure function, no devices, no files.
+
+Host memory of a run is one arena: resident pages, then one region that the passes over the units and the update use
+in turn. What does not fit is refused with a table that says what needs how much and what to change.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from zinf_jax.errors import PlanError
+from zinf_jax.plan import schedule
+from zinf_jax.plan.placement import PageTiers, PlacementOptions, floor_tiers, promote
+from zinf_jax.plan.plan import BudgetItem, Chunk, Plan, Prediction, Span
+from zinf_jax.plan.schedule import FRAME_ALIGN, Phase, Residency
+from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
+from zinf_jax.units import ceil_to, format_bytes
+
+CHUNK_ELEMENTS = 4096  # chunks hold a multiple of it, so that each vector in a record is sector-aligned
+
+
+def make_plan(
+    shape: StepShape,
+    hardware: Hardware,
+    placement: PlacementOptions,
+    options: StreamOptions,
+    *,
+    weights_itemsize: int,
+    record_itemsize: int,
+    gradient_itemsize: int,
+    base_rss_bytes: int = 0,
+) -> Plan:
+    """Plans a training step.
+
+    Args:
+      shape: Sizes and order of use.
+      hardware: Budgets and rates.
+      placement: Tiers asked for; None where the planner chooses.
+      options: Lookahead, chunk sizes.
+      weights_itemsize, record_itemsize, gradient_itemsize: Bytes per element of a trainable page.
+      base_rss_bytes: What the process holds before anything of the plan is allocated.
+
+    Raises:
+      PlanError: the budgets are too small; the message has the table.
+    """
+    positions = schedule.positions_of(shape)
+    lives = schedule.value_lives(shape, positions)
+    chunk_elements = max(CHUNK_ELEMENTS, options.chunk_bytes // max(record_itemsize, 1) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+    itemsizes = (weights_itemsize, record_itemsize, gradient_itemsize)
+    build = _Builder(shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes)
+    spilled = build.spilled(placement.residuals)
+    plan = build.plan(floor_tiers(shape.pages, placement), spilled, hardware.host_memory)
+    room = hardware.host_memory - plan.host_bytes
+    if room > 0:
+        tiers = promote(shape.pages, plan.tiers, placement, room)
+        if tiers != plan.tiers:
+            plan = build.plan(tiers, spilled, hardware.host_memory)
+    _check(plan, hardware, options, placement)
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Builder:
+    shape: StepShape
+    hardware: Hardware
+    options: StreamOptions
+    positions: tuple[schedule.Position, ...]
+    lives: tuple[schedule.ValueLife, ...]
+    chunk_elements: int
+    itemsizes: tuple[int, int, int]
+    base_rss_bytes: int
+
+    def spilled(self, tier: Tier | None) -> dict[int, Tier]:
+        """Residual values that leave the device: all that have the time to, or none."""
+        if tier is None and self.device_peak(frozenset(), {}) > self.hardware.device_memory:
+            tier = Tier.HOST
+        if tier is None or tier is Tier.DEVICE:
+            return {}
+        needed = 2 * 2 * self.options.max_in_flight
+        return {
+            life.value: tier
+            for life in self.lives
+            if life.is_residual
+            and life.first_backward - life.last_forward > needed
+            and life.value not in self.shape.result_values
+        }
+
+    def device_peak(self, spilled: frozenset[int], kept: dict[int, int]) -> int:
+        return schedule.device_peak(
+            self.shape, self.positions, self.lives, self.options, spilled=spilled, kept_gradients=kept
+        )
+
+    def plan(self, tiers: tuple[PageTiers, ...], spilled: dict[int, Tier], host_budget: int) -> Plan:
+        shape = self.shape
+        resident, resident_spans = self._resident(tiers)
+        streamed = [i for i, t in enumerate(tiers) if t.weights is Tier.NVME]
+        others = schedule.gradient_residencies(
+            shape, self.positions, self.options,
+            pages=[i for i, t in enumerate(tiers) if t.gradients is Tier.NVME and shape.pages[i].gradient_bytes],
+        ) + schedule.residual_residencies(shape, self.lives, self.options, spilled=frozenset(spilled))  # fmt: skip
+        chunks, frame_bytes = self._chunks(tiers)
+        num_frames = min(self.options.num_chunk_frames, max(len(chunks), 1))
+        update_bytes = frame_bytes * num_frames
+        host_residuals = sum(r.num_bytes for r in others if r.key[0] == "residual_out" and spilled[int(r.key[1])] is Tier.HOST)
+        fixed = resident + host_residuals
+        weights = schedule.weight_residencies(shape, self.positions, self.options, pages=streamed, capacity=0)
+        room = host_budget - fixed - schedule.peak_load(others)
+        if room > schedule.peak_load(weights):
+            weights = self._with_cache(streamed, others, room, host_budget - fixed)
+        residencies = (*weights, *others)
+        offsets, stream_bytes = schedule.pack(residencies)
+        base = resident + host_residuals
+        spans = tuple(Span(r, base + offsets[i]) for i, r in enumerate(residencies))
+        arena = base + max(stream_bytes, update_bytes)
+        kept = {i: p.gradient_bytes for i, p in enumerate(shape.pages) if tiers[i].gradients is Tier.DEVICE}
+        device = self.device_peak(frozenset(spilled), kept) + self._device_pages(tiers)
+        return Plan(
+            shape=shape, options=self.options, hardware=self.hardware, tiers=tiers, spilled=dict(spilled),
+            positions=self.positions, lives=self.lives, spans=spans, resident=resident_spans,
+            host_residual_offset=resident, chunks=chunks, chunk_elements=self.chunk_elements,
+            chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=base, arena_bytes=arena,
+            device_bytes=device, base_rss_bytes=self.base_rss_bytes,
+            items=self._items(tiers, resident_spans, host_residuals, stream_bytes, update_bytes, device, weights, others),
+            prediction=self._predict(tiers, weights, spilled),
+        )  # fmt: skip
+
+    def _with_cache(
+        self, streamed: Sequence[int], others: Sequence[Residency], room: int, limit: int
+    ) -> tuple[Residency, ...]:
+        """Keeps pages between uses as memory allows; packing can cost a little more than the load, so retry lower."""
+        for share in (1.0, 0.9, 0.75, 0.5, 0.0):
+            weights = schedule.weight_residencies(
+                self.shape, self.positions, self.options, pages=streamed, capacity=int(room * share)
+            )
+            if schedule.pack((*weights, *others))[1] <= limit:
+                return weights
+        return weights
+
+    def _resident(self, tiers: Sequence[PageTiers]) -> tuple[int, dict[tuple[str, int], int]]:
+        """Offsets of what stays in the arena. Device-tier weights have their mirror there: the update works on it."""
+        offset, spans = 0, {}
+        for kind, attribute in (("weights", "weights_bytes"), ("optimizer", "record_bytes"), ("gradients", "gradient_bytes")):
+            for index, page in enumerate(self.shape.pages):
+                num_bytes = getattr(page, attribute)
+                tier = getattr(tiers[index], kind)
+                keeps = tier is Tier.HOST or (tier is Tier.DEVICE and kind != "gradients")
+                if keeps and num_bytes:
+                    spans[(kind, index)] = offset
+                    offset += ceil_to(num_bytes, FRAME_ALIGN)
+        return offset, spans
+
+    def _chunks(self, tiers: Sequence[PageTiers]) -> tuple[tuple[Chunk, ...], int]:
+        """The update's chunks in page order, and the bytes of a frame that holds any of them."""
+        weights_itemsize, record_itemsize, gradient_itemsize = self.itemsizes
+        chunks, frame = [], 0
+        for index, page in enumerate(self.shape.pages):
+            if not page.gradient_bytes:
+                continue
+            per_element = (
+                weights_itemsize * (tiers[index].weights is Tier.NVME)
+                + record_itemsize * (tiers[index].optimizer is Tier.NVME)
+                + gradient_itemsize * (tiers[index].gradients is Tier.NVME)
+            )
+            for start in range(0, page.num_elements, self.chunk_elements):
+                stop = min(start + self.chunk_elements, page.num_elements)
+                chunks.append(Chunk(index, start, stop))
+                frame = max(frame, per_element * (stop - start))
+        return tuple(chunks), ceil_to(frame, FRAME_ALIGN)
+
+    def _device_pages(self, tiers: Sequence[PageTiers]) -> int:
+        """Device bytes of pages: none where the device aliases the arena."""
+        if self.hardware.aliases:
+            return 0
+        pages = self.shape.pages
+        kept = sum(p.weights_bytes for p, t in zip(pages, tiers, strict=True) if t.weights is Tier.DEVICE)
+        units = self.shape.units
+        needs = [sum(pages[p].weights_bytes for p in u.pages if tiers[p].weights is not Tier.DEVICE) for u in units]
+        width = self.options.max_in_flight + 1
+        return kept + max((sum(needs[i : i + width]) for i in range(len(needs))), default=0)
+
+    def _items(
+        self, tiers: Sequence[PageTiers], resident: dict[tuple[str, int], int], host_residuals: int,
+        stream_bytes: int, update_bytes: int, device: int, weights: Sequence[Residency], others: Sequence[Residency],
+    ) -> tuple[BudgetItem, ...]:  # fmt: skip
+        pages = self.shape.pages
+        items = []
+        for kind, attribute in (("weights", "weights_bytes"), ("optimizer", "record_bytes"), ("gradients", "gradient_bytes")):
+            for tier in Tier:
+                total = sum(getattr(p, attribute) for p, t in zip(pages, tiers, strict=True) if getattr(t, kind) is tier)
+                if total:
+                    items.append(BudgetItem(tier, kind, total, "resident"))
+        items.append(BudgetItem(Tier.HOST, "residuals", host_residuals, "resident"))
+        streams = f"weights {format_bytes(schedule.peak_load(weights))}, other {format_bytes(schedule.peak_load(others))}"
+        items.append(BudgetItem(Tier.HOST, "frames of the passes", stream_bytes, streams))
+        chunk_note = f"{self.options.num_chunk_frames} chunks; shares the passes' place"
+        items.append(BudgetItem(Tier.HOST, "frames of the update", update_bytes, chunk_note))
+        items.append(BudgetItem(Tier.DEVICE, "values and programs", device, "activations, temporaries, outputs"))
+        return tuple(item for item in items if item.num_bytes)
+
+    def _predict(self, tiers: Sequence[PageTiers], weights: Sequence[Residency], spilled: dict[int, Tier]) -> Prediction:
+        pages = self.shape.pages
+        read = sum(r.num_bytes for r in weights)
+        write = 0
+        residuals = sum(
+            2 * self.shape.value_bytes[v] * self.shape.num_micro_batches for v, t in spilled.items() if t is Tier.NVME
+        )
+        update_read = update_write = touched = 0
+        for page, tier in zip(pages, tiers, strict=True):
+            if not page.gradient_bytes:
+                continue
+            if tier.gradients is Tier.NVME:
+                write += page.gradient_bytes
+                update_read += page.gradient_bytes
+            moved = (tier.weights is Tier.NVME) * page.weights_bytes + (tier.optimizer is Tier.NVME) * page.record_bytes
+            update_read += moved
+            update_write += moved
+            touched += 2 * page.weights_bytes + 2 * page.record_bytes + page.gradient_bytes
+        flops = sum(
+            self.shape.units[p.unit].flops * self.shape.group_sizes[p.group] * {Phase.FORWARD: 1, Phase.TURN: 3, Phase.BACKWARD: 4}[p.phase]
+            for p in self.positions
+        )
+        hardware = self.hardware
+        return Prediction(
+            read_bytes=read + update_read + residuals // 2,
+            write_bytes=write + update_write + residuals // 2,
+            compute_s=flops / hardware.flops if hardware.flops else None,
+            pass_io_s=_seconds(read + write + residuals, hardware.mixed_gbps or hardware.read_gbps),
+            update_io_s=_seconds(update_read + update_write, hardware.mixed_gbps or hardware.read_gbps),
+            update_host_s=_seconds(touched, hardware.update_gbps),
+            flops=flops,
+        )
+
+
+def _seconds(num_bytes: int, gbps: float | None) -> float | None:
+    return num_bytes / gbps / 1e9 if gbps else None
+
+
+def _check(plan: Plan, hardware: Hardware, options: StreamOptions, placement: PlacementOptions) -> None:
+    problems = []
+    if plan.host_bytes > hardware.host_memory:
+        biggest = max((i for i in plan.items if i.tier is Tier.HOST), key=lambda i: i.num_bytes)
+        advice = [f"raise host_memory to {format_bytes(plan.host_bytes)}"]
+        if options.lookahead > 0:
+            advice.append(f"lower lookahead ({options.lookahead})")
+        if biggest.kind == "frames of the update":
+            advice.append(f"lower chunk_bytes ({format_bytes(options.chunk_bytes)}) or num_chunk_frames")
+        if biggest.kind in ("weights", "optimizer", "gradients", "residuals"):
+            advice.append(f"put {biggest.kind} on nvme")
+        problems.append(
+            f"needs {format_bytes(plan.host_bytes)} of host frames, host_memory is {format_bytes(hardware.host_memory)} "
+            f"(largest: {biggest.kind}, {format_bytes(biggest.num_bytes)}): " + ", or ".join(advice)
+        )
+    if plan.device_bytes > hardware.device_memory:
+        advice_text = "use smaller micro-batches, a smaller max_unit_bytes"
+        if placement.residuals is not Tier.NVME:
+            advice_text += ", or put residuals on host or nvme"
+        problems.append(
+            f"needs {format_bytes(plan.device_bytes)} of device memory, device_memory is "
+            f"{format_bytes(hardware.device_memory)}: {advice_text}"
+        )
+    if problems:
+        raise PlanError("this run cannot fit.\n  " + "\n  ".join(problems) + "\n" + plan.table())

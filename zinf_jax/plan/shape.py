@@ -1,0 +1,134 @@
+"""What the planner knows of a training step: sizes and order of use, no arrays, no devices."""
+
+import dataclasses
+import enum
+
+from zinf_jax.errors import ConfigError
+
+
+class Tier(enum.StrEnum):
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclasses.dataclass(frozen=True)
+class PageShape:
+    """Bytes of one page in each kind of state, over all rows that this process holds.
+
+    Attributes:
+      name: For people.
+      weights_bytes: What the programs read.
+      record_bytes: Master remainder or copy, and optimizer slots: moved together. 0 for pages that are not trained.
+      gradient_bytes: In the gradient's dtype. 0 for pages that are not trained.
+      num_elements: Including padding.
+    """
+
+    name: str
+    weights_bytes: int
+    record_bytes: int
+    gradient_bytes: int
+    num_elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitShape:
+    """One unit.
+
+    Attributes:
+      pages: What it reads.
+      gradient_pages: Pages to whose gradient it contributes.
+      inputs, outputs: Value ids.
+      forward_bytes, backward_bytes: Device bytes that the program needs beside its arguments: temporaries and outputs.
+      flops: Of the forward pass, one micro-batch.
+    """
+
+    name: str
+    pages: tuple[int, ...]
+    gradient_pages: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """A whole step.
+
+    Attributes:
+      pages, units: See there.
+      backward: Unit indices in the order in which their backward runs. Empty for evaluation.
+      value_bytes: Device bytes of each value, one micro-batch.
+      outer_values: Values that are there from the start and stay (batch, state, rng).
+      result_values: Values that must be there at the end.
+      group_sizes: Micro-batches per group, in order; one group in the usual layer-major step.
+      turn: The last unit's forward and backward run as one program.
+    """
+
+    pages: tuple[PageShape, ...]
+    units: tuple[UnitShape, ...]
+    backward: tuple[int, ...]
+    value_bytes: tuple[int, ...]
+    outer_values: frozenset[int]
+    result_values: frozenset[int]
+    group_sizes: tuple[int, ...]
+    turn: bool
+
+    @property
+    def num_micro_batches(self) -> int:
+        return sum(self.group_sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Figures of the machine; bandwidths in GB/s (1e9 bytes), None where not measured.
+
+    Attributes:
+      device_memory, host_memory: Budgets in bytes for everything that this run keeps there.
+      aliases: Device arrays share host memory (the CPU backend): a fetch copies nothing.
+      read_gbps, write_gbps, mixed_gbps: NVMe; `mixed` is reads plus writes when both run.
+      flops: Rate of the device in FLOP/s.
+      update_gbps: Bytes per second that the host update moves in memory.
+    """
+
+    device_memory: int
+    host_memory: int
+    aliases: bool
+    read_gbps: float | None = None
+    write_gbps: float | None = None
+    mixed_gbps: float | None = None
+    flops: float | None = None
+    update_gbps: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamOptions:
+    """How far ahead transfers run.
+
+    Attributes:
+      lookahead: Schedule steps by which a fetch is issued before its use. 0 is legal and synchronous.
+      max_in_flight: Programs dispatched before the oldest output must be ready.
+      chunk_bytes: Optimizer record bytes that are read, updated and written as one.
+      num_chunk_frames: Chunks that have a frame at the same time (reading, updating, writing). 1 is synchronous.
+      micro_batches_per_group: 0 for all in one group (layer-major).
+    """
+
+    lookahead: int = 2
+    max_in_flight: int = 2
+    chunk_bytes: int = 16 << 20
+    num_chunk_frames: int = 4
+    micro_batches_per_group: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead must be 0 (synchronous) or more, got {self.lookahead}")
+        if self.max_in_flight < 1:
+            raise ConfigError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
+        if self.chunk_bytes < 1:
+            raise ConfigError(f"chunk_bytes must be positive, got {self.chunk_bytes}")
+        if self.num_chunk_frames < 1:
+            raise ConfigError(f"num_chunk_frames must be at least 1, got {self.num_chunk_frames}")
+        if self.micro_batches_per_group < 0:
+            raise ConfigError(f"micro_batches_per_group must be 0 (all) or more, got {self.micro_batches_per_group}")

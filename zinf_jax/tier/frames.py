@@ -1,0 +1,78 @@
+"""Frames: aligned host buffers that pages occupy for a while, all cut from one arena.
+
+Guarantees:
+  * The arena is the host budget: nothing else on the host scales with the model.
+  * Which frame lies where is decided by the plan. A lease only *checks* it: two live leases never overlap, or the
+    plan is wrong and an assertion says which two.
+  * A frame's bytes are the caller's from `lease` until `release`. On the CPU backend a frame is aliased, not copied,
+    by the arrays made from it: release it only when the consumers' outputs are ready.
+Only the main thread leases and releases.
+"""
+
+import dataclasses
+
+import numpy as np
+
+import aio_ffi
+from zinf_jax.units import ceil_to, format_bytes
+
+FRAME_ALIGN = 4096  # O_DIRECT's, and far above the 64 bytes that make device_put alias on the CPU backend
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSpan:
+    """A place in the arena: `[offset, offset + num_bytes)`."""
+
+    offset: int
+    num_bytes: int
+
+    def part(self, offset: int, num_bytes: int) -> "FrameSpan":
+        assert 0 <= offset and offset + num_bytes <= self.num_bytes, (self, offset, num_bytes)
+        return FrameSpan(self.offset + offset, num_bytes)
+
+
+class FrameArena:
+    """The host memory of a run."""
+
+    def __init__(self, num_bytes: int, *, lock: str | bool = "auto") -> None:
+        self.num_bytes = ceil_to(max(num_bytes, FRAME_ALIGN), FRAME_ALIGN)
+        self._arena = aio_ffi.Arena(self.num_bytes, lock=lock)
+        self._leases: dict[int, tuple[FrameSpan, str]] = {}
+        self.leased_bytes = 0
+        self.peak_leased_bytes = 0
+
+    @property
+    def locked(self) -> bool:
+        return self._arena.locked
+
+    def lease(self, span: FrameSpan, owner: str) -> np.ndarray:
+        """Takes `span` for `owner`; returns its bytes as uint8[num_bytes].
+
+        Raises:
+          AssertionError: the span overlaps a live lease: the plan is wrong.
+        """
+        for other, name in self._leases.values():
+            overlaps = span.offset < other.offset + other.num_bytes and other.offset < span.offset + span.num_bytes
+            assert not overlaps, f"{owner} wants {span}, but {name} still holds {other}"
+        self._leases[span.offset] = (span, owner)
+        self.leased_bytes += span.num_bytes
+        self.peak_leased_bytes = max(self.peak_leased_bytes, self.leased_bytes)
+        return self.view(span)
+
+    def release(self, span: FrameSpan) -> None:
+        held, _ = self._leases.pop(span.offset)
+        assert held == span, (held, span)
+        self.leased_bytes -= span.num_bytes
+
+    def view(self, span: FrameSpan) -> np.ndarray:
+        """The bytes of a span, without a lease (for the span's owner)."""
+        assert span.offset + span.num_bytes <= self.num_bytes, (
+            f"{span} is outside the arena of {format_bytes(self.num_bytes)}"
+        )
+        if span.num_bytes == 0:
+            return np.empty(0, np.uint8)
+        return self._arena.array(span.offset, span.num_bytes)
+
+    def close(self) -> None:
+        self._leases.clear()
+        self._arena.close()
