@@ -1,0 +1,222 @@
+"""The sections of the config. The docstring under each key is its reference entry: meaning, unit, formula."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from zinf_jax.config._types import (
+    REFUSE,
+    Bytes,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveBytes,
+    Section,
+    Tier,
+)
+
+
+class Bf16(Section):
+    """bf16 weights with an exact fp32 master (kept as bf16 plus a 16-bit remainder)."""
+
+    enabled: bool = False
+    """Floating leaves reach the loss in bf16. Excludes `fp16`."""
+
+
+class Fp16(Section):
+    """fp16 weights with an fp32 master and loss scaling. A step with non-finite gradients changes nothing."""
+
+    enabled: bool = False
+    """Floating leaves reach the loss in fp16. Excludes `bf16`."""
+    loss_scale: NonNegative = 0.0
+    """Fixed loss scale; 0 means dynamic."""
+    initial_scale_power: Count = 16
+    """The dynamic scale starts at 2 ** this."""
+    loss_scale_window: Positive = 1000
+    """Steps without overflow after which the dynamic scale doubles."""
+    hysteresis: Positive = 2
+    """Overflows that are tolerated before the dynamic scale halves."""
+    consecutive_hysteresis: bool = False
+    """Refill the hysteresis after each step without overflow, not only when the scale grows."""
+    min_loss_scale: NonNegative = 1.0
+    """The dynamic scale never falls below this."""
+
+
+class Placement(Section):
+    """Where each kind of state rests between uses. `auto`: the plan decides from budgets and measured bandwidths."""
+
+    weights: Tier | None = None
+    """Tier of the weights that the loss reads. Bytes: parameters x 2 (bf16, fp16) or x 4 (fp32)."""
+    optimizer: Tier | None = None
+    """Tier of the optimizer state and the master. Bytes per parameter with Adam: 10 (bf16: remainder, m, v),
+    12 (fp16: master, m, v) or 8 (fp32: m, v)."""
+    gradients: Tier | None = None
+    """Tier of complete gradients until their update. Bytes: parameters x size of `gradient_dtype`."""
+    residuals: Tier | None = None
+    """Tier of the values that forward saves for backward. Bytes: bytes crossing each cut x micro-batches of a group."""
+    optimizer_fraction: Fraction = 1.0
+    """Share of the optimizer state that goes to `placement.optimizer`; the rest stays on the device (whole pages)."""
+    weights_host_cache: Bytes | None = None
+    """Of weights on nvme: bytes that may stay in host memory between uses. 0: none; `auto`: what `host_memory` leaves."""
+
+
+class Partitioning(Section):
+    """What is sharded over the data-parallel axis: ZeRO's stages as one value."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """0: nothing; 1: optimizer state; 2: and gradients; 3: and weights."""
+    axis: str = "fsdp"
+    """Mesh axis over which state is sharded and the batch is split."""
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+class Streaming(Section):
+    """How state moves. None of these changes a result; they trade memory for overlap."""
+
+    lookahead: Count | None = None
+    """Units fetched ahead of use. 0 is synchronous. Host bytes: (lookahead + 1) x largest unit. `auto`: by the plan."""
+    max_in_flight: Positive = 2
+    """Unit programs dispatched before the oldest output must be ready. Device bytes: max_in_flight x largest unit."""
+    max_unit_bytes: PositiveBytes | None = None
+    """Parameter bytes per unit, unsharded. `auto`: the largest block that the cut finds within the device budget."""
+    page_bytes: PositiveBytes | None = None
+    """Upper limit of one page; a larger leaf is split over several. `auto`: 64 MiB, or the unit if it is smaller."""
+    min_io_bytes: PositiveBytes = 1 << 20
+    """Units smaller than this share a page, so that no read or write is smaller."""
+    chunk_bytes: PositiveBytes | None = None
+    """Upper limit of one optimizer chunk: its weight, master and optimizer state together. `auto`: by the plan."""
+    num_chunk_frames: Positive | None = None
+    """Optimizer chunks in host memory at once (read, update, write). Host bytes: num_chunk_frames x chunk_bytes.
+    1 is sequential. `auto`: 3, less where `host_memory` is short."""
+    micro_batch_group: Positive | None = None
+    """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
+    order of gradient sums depends on it, so the plan never changes it to save memory."""
+    residual_policy: Literal["keep", "recompute"] | None = None
+    """keep: save each unit's inputs for backward; recompute: rerun forward from the last kept ones. `auto`: by plan."""
+    update_overlap: Literal["none"] = "none"
+    """When the update runs: none (after backward). `auto` is none in this version."""
+    durability: Literal["off"] = "off"
+    """Which steps survive a crash without a save: off (none). `auto` is off in this version."""
+
+    @field_validator("update_overlap", mode="before")
+    @classmethod
+    def _reserved_overlap(cls, value: Any) -> Any:
+        if value in ("backward", "next_forward"):
+            raise ValueError("reserved for a later version; this one has 'none' (update after backward)")
+        return value
+
+    @field_validator("durability", mode="before")
+    @classmethod
+    def _reserved_durability(cls, value: Any) -> Any:
+        if value is False:  # YAML 1.1 reads a bare `off` as false
+            return "off"
+        if isinstance(value, str) and (value == "step" or value.startswith("every_")):
+            raise ValueError("reserved for a later version; this one has 'off': save with train.save_every")
+        return value
+
+
+class Aio(Section):
+    """The NVMe I/O engine. `zinf bench-io DIR` measures this machine and prints this section."""
+
+    block_size: PositiveBytes = 1 << 20
+    """Bytes of one request to the drive; larger reads and writes are split into these."""
+    queue_depth: Positive = 32
+    """Requests in flight per ring. Host bytes in flight: block_size x queue_depth x thread_count."""
+    thread_count: Positive = 1
+    """Rings, each with a completion thread."""
+    single_submit: bool = False
+    """Submit requests one by one instead of in batches."""
+    overlap_events: bool = True
+    """Submit further requests before earlier ones completed; false waits for each batch."""
+    engine: Literal["libaio", "threads", "buffered"] | None = None
+    """libaio (O_DIRECT), threads (O_DIRECT) or buffered (threads through the page cache). `auto`: the best that a real
+    probe write on each path shows to work."""
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+
+
+class Optimizer(Section):
+    """The optimizer. Both PyTorch's and optax's parameter names are accepted."""
+
+    type: str = Field(json_schema_extra={"auto": REFUSE})
+    """adamw, adam, lion, sgd, adagrad (fused on the host); lamb, `optax.NAME` or `module:function` (slower, generic).
+    As in DeepSpeed, adam has decoupled weight decay unless `adam_w_mode: false`."""
+    params: dict[str, Any] = {}
+    """Its parameters: lr, betas, eps, weight_decay, momentum, nesterov ...; see `zinf config-reference`."""
+    no_decay_patterns: Patterns = ()
+    """Regular expressions (searched in leaf names such as `block_0/norm/scale`) of leaves without weight decay."""
+
+
+class Scheduler(Section):
+    """Learning rate by step, with DeepSpeed's formulas."""
+
+    type: str = Field(json_schema_extra={"auto": REFUSE})
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest."""
+    params: dict[str, Any] = {}
+    """Its parameters: warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, total_num_steps ..."""
+
+
+class Model(Section):
+    """For `zinf train`: what to train."""
+
+    factory: str = "zinf_jax.models:decoder"
+    """`module:function` that is called with `kwargs`."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+
+
+class Data(Section):
+    """For `zinf train`: what to train on."""
+
+    factory: str | None = None
+    """`module:function` that is called with `kwargs`. `auto`: the training loop's own text data set."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+
+
+class Train(Section):
+    """For `zinf train`: the loop."""
+
+    steps: Positive | None = Field(default=None, json_schema_extra={"auto": REFUSE})
+    """Optimizer steps of the whole run. Required by `zinf train` unless given by `--steps`."""
+    log_every: Positive = 10
+    """Steps between lines in the log."""
+    save_every: Count = 0
+    """Steps between saves; 0: only at the end."""
+    sample_every: Count = 0
+    """Steps between samples of generated text; 0: only at the end."""
+    sample_tokens: Count = 200
+    """Tokens of a sample; 0: none."""
+    sample_prompt: str = ""
+    """Text that a sample continues."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars beside the metrics file."""
+    extra: dict[str, Any] = {}
+    """Handed to the loop as it is."""
+
+
+__all__ = [
+    "Aio",
+    "Bf16",
+    "Data",
+    "Fp16",
+    "Model",
+    "Optimizer",
+    "Partitioning",
+    "Patterns",
+    "Placement",
+    "Scheduler",
+    "Section",
+    "Streaming",
+    "Train",
+]
