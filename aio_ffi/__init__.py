@@ -1,0 +1,27 @@
+"""Asynchronous file I/O for pages that are too many for memory, in C behind cffi. See README.md in this folder.
+
+    arena = aio_ffi.Arena(1 << 30)
+    with aio_ffi.Engine() as engine, engine.open("pages", num_bytes=1 << 30) as file:
+        frame = arena.array(0, 1 << 24)
+        engine.write(file, 0, frame).wait()
+        engine.read(file, 0, frame).wait()
+"""
+
+from aio_ffi._arena import Arena
+from aio_ffi._engine import Engine, Handle, Statistics, wait_all
+from aio_ffi._errors import AioError, AioWarning
+from aio_ffi._file import File
+from aio_ffi._options import ENGINES, EngineOptions
+
+__all__ = [
+    "ENGINES",
+    "AioError",
+    "AioWarning",
+    "Arena",
+    "Engine",
+    "EngineOptions",
+    "File",
+    "Handle",
+    "Statistics",
+    "wait_all",
+]
