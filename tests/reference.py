@@ -189,7 +189,9 @@ class InMemoryTrainer:
             rng = None
             if self.rng is not None:
                 rng = jax.random.fold_in(jax.random.fold_in(self.rng, self.global_step), i)
-            grads, loss, count, state, aux = self._micro(trained, _tree_without(trained, rest), state, micro, rng, scale)
+            grads, loss, count, state, aux = self._micro(
+                trained, _tree_without(trained, rest), state, micro, rng, scale
+            )
             losses.append(loss)
             counts.append(count)
             auxs.append(aux)
@@ -220,8 +222,7 @@ class InMemoryTrainer:
             new, self._opt_state = self._update(grads, self._opt_state, self._trained())
             fresh = iter(jax.tree.leaves(new))
             self._masters = [
-                next(fresh) if k is LeafKind.TRAINABLE else x
-                for x, k in zip(self._masters, self._kinds, strict=True)
+                next(fresh) if k is LeafKind.TRAINABLE else x for x, k in zip(self._masters, self._kinds, strict=True)
             ]
             self.state = state
             self.global_step += 1
@@ -247,9 +248,7 @@ def _tree_without(trained: Any, leaves: list[Any]) -> list[Any]:
     return [None if t is not None else x for t, x in zip(flat, leaves, strict=True)]
 
 
-def _micro_step_fn(
-    loss_fn: Callable[..., Any], *, has_aux: bool, has_rng: bool, has_state: bool
-) -> Callable[..., Any]:
+def _micro_step_fn(loss_fn: Callable[..., Any], *, has_aux: bool, has_rng: bool, has_state: bool) -> Callable[..., Any]:
     """(trained, rest, state, batch, rng, scale) -> (scaled grads, loss, weight, new state, aux)."""
 
     def scaled_loss(trained: Any, rest: Any, state: Any, batch: Any, rng: Any, scale: Any) -> Any:
