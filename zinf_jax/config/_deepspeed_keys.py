@@ -41,17 +41,23 @@ class Key:
 
 
 _COMM = "XLA plans and overlaps collectives itself: one all-gather and one reduce-scatter per page"
-_EVICT = "the order of use is known, so pages are dropped by schedule; memory is bounded by device_memory and host_memory"
+_EVICT = (
+    "the order of use is known, so pages are dropped by schedule; memory is bounded by device_memory and host_memory"
+)
 _LAZY = "belongs to DeepSpeed's wrapping of torch modules; a loss function is traced here"
 _SPARSE = "gradients are dense and each page moves once; nothing to choose"
+_PIPELINE = "reads, updates and writes always overlap (streaming.num_chunk_frames)"
+_AXES = "give `mesh` a second axis and the parameters shardings over it"
+_DATA = "it changes what is trained on; do it in the data factory"
 _STATS = "times and bytes of every step are always in trainer.stats() and the metrics file"
 _LOSSY = "it quantises what is communicated or stored, which changes the numbers"
 _MEAN = "gradients are averaged over devices in gradient_dtype; choose fp32 there if a sum could overflow"
+_CHUNK = "streaming.chunk_bytes = elements x bytes of master and state per parameter, below 64 MiB (an upper limit)"
 _OFF = (False, None)
 
-_Z = "zero_optimization."
-_P = _Z + "offload_param."
-_O = _Z + "offload_optimizer."
+ZERO = _Z = "zero_optimization."
+PARAM = _P = _Z + "offload_param."
+OPTIMIZER = _O = _Z + "offload_optimizer."
 
 ZERO_KEYS = (
     Key(_Z + "stage", "count", 0, to="partitioning.stage"),
@@ -59,7 +65,7 @@ ZERO_KEYS = (
     Key(_Z + "cpu_offload_param", "bool", False, to="offload_param.device: cpu (deprecated spelling)",
         old=("cpu_offload_params",)),
     Key(_Z + "cpu_offload_use_pin_memory", "bool", None, to="pin_memory (deprecated spelling)"),
-    Key(_Z + "sub_group_size", "count", 10**9, to="streaming.chunk_bytes = elements x bytes of state per parameter"),
+    Key(_Z + "sub_group_size", "count", 10**9, to=_CHUNK),
     Key(_Z + "stage3_prefetch_bucket_size", "count", 5 * 10**7, to="streaming.lookahead: 0 if 0, else by the plan",
         old=("prefetch_bucket_size", "stage3_prefetch_size")),
     Key(_Z + "stage3_max_live_parameters", "count", 10**9, note=_EVICT,
@@ -74,7 +80,8 @@ ZERO_KEYS = (
         old=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
         note="a save always holds whole weights, readable leaf by leaf without gathering"),
     Key(_Z + "stage3_module_granularity_threshold", "count", 0, old=("module_granularity_threshold",), note=_LAZY),
-    Key(_Z + "stage3_use_all_reduce_for_fetch_params", "bool", False, old=("use_all_reduce_for_fetch_params",), note=_COMM),
+    Key(_Z + "stage3_use_all_reduce_for_fetch_params", "bool", False, note=_COMM,
+        old=("use_all_reduce_for_fetch_params",)),
     Key(_Z + "stage3_allgather_sequential", "bool", False, old=("allgather_sequential",), note=_COMM),
     Key(_Z + "stage3_partition_stream_chunk_size", "count", 0, old=("partition_stream_chunk_size",),
         note="parameters are always initialised page by page"),
@@ -108,14 +115,15 @@ ZERO_KEYS = (
     Key(_Z + "zero_quantized_nontrainable_weights", "bool", False, refuse=_LOSSY, harmless=_OFF),
     Key(_Z + "zero_quantized_gradients", "bool", False, refuse=_LOSSY, harmless=_OFF),
     Key(_Z + "zeropp_loco_param", "any", None, refuse=_LOSSY, harmless=(None,)),
-    Key(_Z + "zenflow", "any", None, refuse="it updates with stale gradients, which changes the numbers", harmless=(None,)),
+    Key(_Z + "zenflow", "any", None, refuse="it updates with stale gradients: other numbers", harmless=(None,)),
 )  # fmt: skip
 
 OFFLOAD_KEYS = (
     Key(_P + "device", "text", "none", to="placement.weights (none: device, cpu: host, nvme: nvme)"),
     Key(_P + "nvme_path", "paths", None, to="nvme_path"),
     Key(_P + "pin_memory", "bool", None, to="pin_memory"),
-    Key(_P + "buffer_size", "count", None, to="streaming.page_bytes = elements x 2 (bf16, fp16) or x 4 (fp32)"),
+    Key(_P + "buffer_size", "count", None, to="streaming.page_bytes = elements x 2 (bf16, fp16) or x 4 (fp32), "
+        "below 256 MiB (it is an upper limit)"),
     Key(_P + "buffer_count", "count", 5,
         note="frames come from one arena of host_memory bytes; how many are in use follows from streaming.lookahead"),
     Key(_P + "max_in_cpu", "count", None, to="placement.weights_host_cache = elements x 2 (bf16, fp16) or x 4 (fp32); "
@@ -125,12 +133,12 @@ OFFLOAD_KEYS = (
     Key(_O + "nvme_path", "paths", None, to="nvme_path"),
     Key(_O + "pin_memory", "bool", None, to="pin_memory"),
     Key(_O + "ratio", "number", 1.0, to="placement.optimizer_fraction"),
-    Key(_O + "buffer_count", "count", None, note="checked against the optimizer's minimum (Adam: parameter, gradient, m, v "
-        "= 4); a chunk is one frame here, their number is streaming.num_chunk_frames"),
-    Key(_O + "buffer_size", "count", None, to="streaming.chunk_bytes = elements x bytes of state per parameter"),
-    Key(_O + "pipeline_read", "bool", False, note="reads, updates and writes always overlap (streaming.num_chunk_frames)"),
-    Key(_O + "pipeline_write", "bool", False, note="reads, updates and writes always overlap (streaming.num_chunk_frames)"),
-    Key(_O + "pipeline", "bool", False, note="reads, updates and writes always overlap (streaming.num_chunk_frames)"),
+    Key(_O + "buffer_count", "count", None, note="checked against the optimizer's minimum (Adam: parameter, "
+        "gradient, m, v = 4); a chunk is one frame here, their number is streaming.num_chunk_frames"),
+    Key(_O + "buffer_size", "count", None, to=_CHUNK),
+    Key(_O + "pipeline_read", "bool", False, note=_PIPELINE),
+    Key(_O + "pipeline_write", "bool", False, note=_PIPELINE),
+    Key(_O + "pipeline", "bool", False, note=_PIPELINE),
     Key(_O + "fast_init", "bool", False, note="state is always initialised page by page, never whole"),
     Key(_O + "super_offload", "bool", False, note="there is one update path; its threads are host_threads"),
     Key(_O + "convert_grad_on_cpu", "bool", True, note="the update kernel reads gradients in gradient_dtype directly"),
@@ -138,8 +146,8 @@ OFFLOAD_KEYS = (
 )  # fmt: skip
 
 SHARED_KEYS = (  # within sections that both schemas have
-    Key("bf16.immediate_grad_update", "bool", False, note="a unit's gradient accumulates on the device and leaves once"),
-    Key("bf16.check_grad_overflow", "bool", False, note="non-finite gradients are always checked; such a step is skipped"),
+    Key("bf16.immediate_grad_update", "bool", False, note="a gradient accumulates on the device and leaves once"),
+    Key("bf16.check_grad_overflow", "bool", False, note="non-finite gradients always skip the step"),
     Key("bf16.bf16_master_weights_and_grads", "bool", False, harmless=_OFF,
         refuse="a bf16 master stops moving (1.0 - 6e-4 is 1.0 in bf16)"),
     Key("bf16.bf16_optimizer_states", "bool", False, harmless=_OFF, refuse="a bf16 Adam state stops moving"),
@@ -161,7 +169,7 @@ TOP_KEYS = (
     Key("memory_breakdown", "bool", False, note=_STATS),
     Key("dump_state", "bool", False, note="`zinf plan CONFIG` prints what a run will do"),
     Key("data_types.grad_accum_dtype", "dtype", None, to="gradient_dtype"),
-    Key("communication_data_type", "dtype", None, note="gradients are reduced in gradient_dtype, on every tier the same"),
+    Key("communication_data_type", "dtype", None, note="gradients are reduced in gradient_dtype"),
     Key("seq_parallel_communication_data_type", "dtype", None, note="shardings come from the model"),
     Key("gradient_allreduce_op", "text", "mean", harmless=("mean",),
         refuse="gradients are averaged; scale the loss to get a sum"),
@@ -173,7 +181,7 @@ TOP_KEYS = (
     Key("disable_allgather", "bool", False, note=_COMM),
     Key("allgather_size", "count", 5 * 10**8, note=_COMM),
     Key("fp32_allreduce", "bool", False, note="set gradient_dtype"),
-    Key("dataloader_drop_last", "bool", False, note="`zinf train` takes whole batches only; a Trainer takes what it is given"),
+    Key("dataloader_drop_last", "bool", False, note="`zinf train` takes whole batches only"),
     Key("disable_python_gc", "bool", False, note="Python's garbage collector is left alone"),
     Key("graph_harvesting", "bool", False, note="every unit is one compiled program already"),
     Key("vocabulary_size", "count", None, note="belongs to the model"),
@@ -193,13 +201,13 @@ TOP_KEYS = (
     Key("pipeline", "any", None, note="pipeline stages belong to torch modules; units are streamed instead"),
     Key("amp", "any", None, harmless=_OFF, refuse="use a bf16 or fp16 section"),
     Key("torch_autocast", "any", None, harmless=_OFF, refuse="use a bf16 or fp16 section"),
-    Key("tensor_parallel", "any", None, harmless=_OFF, refuse="give `mesh` a second axis and the parameters shardings over it"),
-    Key("expert_parallel", "any", None, harmless=_OFF, refuse="give `mesh` a second axis and the parameters shardings over it"),
-    Key("sequence_parallel_size", "count", 1, harmless=(1,), refuse="give `mesh` a second axis and shard the batch over it"),
+    Key("tensor_parallel", "any", None, harmless=_OFF, refuse=_AXES),
+    Key("expert_parallel", "any", None, harmless=_OFF, refuse=_AXES),
+    Key("sequence_parallel_size", "count", 1, harmless=(1,), refuse=_AXES),
     Key("hybrid_engine", "any", None, harmless=_OFF, refuse="there are no inference kernels to switch to"),
-    Key("data_efficiency", "any", None, harmless=_OFF, refuse="it changes what is trained on; do it in the data factory"),
-    Key("curriculum_learning", "any", None, harmless=_OFF, refuse="it changes what is trained on; do it in the data factory"),
-    Key("progressive_layer_drop", "any", None, harmless=_OFF, refuse="it changes the model; do it in the loss function"),
+    Key("data_efficiency", "any", None, harmless=_OFF, refuse=_DATA),
+    Key("curriculum_learning", "any", None, harmless=_OFF, refuse=_DATA),
+    Key("progressive_layer_drop", "any", None, harmless=_OFF, refuse="it changes the model; change the loss"),
     Key("eigenvalue", "any", None, harmless=_OFF, refuse="not available"),
     Key("quantize_training", "any", None, harmless=_OFF, refuse="it changes the numbers"),
     Key("compression_training", "any", None, harmless=_OFF, refuse="it changes the model"),

@@ -46,7 +46,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def from_validation(error: ValidationError, help_: Mapping[str, str], prefix: str = "", known: Iterable[str] = ()) -> ConfigError:
+def from_validation(
+    error: ValidationError,
+    help_: Mapping[str, str],
+    prefix: str = "",
+    known: Iterable[str] = (),
+    sources: Mapping[str, str] | None = None,
+) -> ConfigError:
     """All failures of one validation as one `ConfigError`.
 
     Args:
@@ -54,6 +60,7 @@ def from_validation(error: ValidationError, help_: Mapping[str, str], prefix: st
       help_: Key path -> its reference entry, shown as the remedy.
       prefix: Path of the validated value.
       known: All key paths, for suggestions.
+      sources: Path -> the key in the user's file from which its value came, where that is another one.
     """
     lines = []
     for item in error.errors(include_url=False):
@@ -64,10 +71,14 @@ def from_validation(error: ValidationError, help_: Mapping[str, str], prefix: st
         if item["type"] == "missing":
             lines.append(problem(path, ..., "is required", help_.get(path, "")))
             continue
+        if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+            item["msg"] = "is a section: keys and values"
         what = item["msg"].removeprefix("Value error, ")
         what = what.replace("Input should be", "should be").rstrip(".")
         value = ... if not item["loc"] else item["input"]
-        lines.append(problem(path, value, what, help_.get(path, "")).removeprefix(": "))
+        origin = (sources or {}).get(path)
+        shown = f"{origin} (sets {path})" if origin else path
+        lines.append(problem(shown, value, what, help_.get(path, "")).removeprefix(": "))
     return combined(lines)
 
 

@@ -32,7 +32,9 @@ def read(path: Path) -> dict[str, Any]:
       ConfigError: no such file, an unknown format, a syntax error (with its line), a key given twice.
     """
     if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"config {str(path)!r}: the format follows from the name, which must end in {', '.join(_FORMATS)}")
+        raise ConfigError(
+            f"config {str(path)!r}: the format follows from the name, which must end in {', '.join(_FORMATS)}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -74,7 +76,9 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
-            raise ConfigError(f"line {node.start_mark.line + 1}: {', '.join(twice)}: given twice in one section; keep one")
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: {', '.join(twice)}: given twice in one section; keep one"
+            )
         return super().construct_mapping(node, deep)
 
 
@@ -95,7 +99,9 @@ class _Macro:
 
 class _Delegate(gin_parser.ParserDelegate):
     def configurable_reference(self, scoped_name: str, evaluate: bool) -> Any:
-        raise ConfigError(f"@{scoped_name}: a config holds values only; name functions as text, such as 'module:function'")
+        raise ConfigError(
+            f"@{scoped_name}: a config holds values only; name functions as text, such as 'module:function'"
+        )
 
     def macro(self, name: str) -> _Macro:
         return _Macro(name)
@@ -133,7 +139,9 @@ def _read_gin(
                 if not statement.arg_name:
                     macros[statement.selector] = statement.value
                 else:
-                    selector = "" if statement.selector == "Config" else statement.selector.removeprefix("Config.") + "."
+                    selector = (
+                        "" if statement.selector == "Config" else statement.selector.removeprefix("Config.") + "."
+                    )
                     bindings[selector + statement.arg_name] = statement.value
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: {error.msg}") from None

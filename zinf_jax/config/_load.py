@@ -59,13 +59,13 @@ def _build(raw: dict[str, Any], changes: Mapping[str, Any]) -> Config:
     raw = {key: value for key, value in raw.items() if value is not None}
     if "notes" in raw:
         raise ConfigError("notes: not a key; it is made by loading")
-    native = _deepspeed.translate(raw, known, notes)
+    native, sources = _deepspeed.translate(raw, known, notes)
     for path, value in late.items():
         _files.set_path(native, path, value)
     try:
         config = Config.model_validate(native, context={"notes": notes})
     except ValidationError as error:
-        raise from_validation(error, _help_texts(), known=known) from None
+        raise from_validation(error, _help_texts(), known=known, sources=sources) from None
     notes += _section_notes(raw)
     return config.model_copy(update={"notes": tuple(dict.fromkeys(notes))})
 
@@ -89,4 +89,8 @@ def _copy(tree: Any) -> Any:
 
 
 def _without_none(tree: Any) -> Any:
-    return {key: _without_none(value) for key, value in tree.items() if value is not None} if isinstance(tree, dict) else tree
+    return (
+        {key: _without_none(value) for key, value in tree.items() if value is not None}
+        if isinstance(tree, dict)
+        else tree
+    )

@@ -105,8 +105,8 @@ OPTIMIZERS: dict[str, type[_Common]] = {
     "adamw": _Adam, "adam": _Adam, "lion": _Lion, "sgd": _Sgd, "adagrad": _Adagrad, "lamb": _Lamb,
 }  # fmt: skip
 _HINTS = {"fused", "foreach", "torch_adam", "set_grad_none", "capturable"}
-_NOT_STORED = {"fused", "foreach", "torch_adam", "set_grad_none", "capturable", "maximize", "bias_correction", "amsgrad",
-               "adam_w_mode", "fp32_optimizer_states", "dampening", "lr_decay", "max_coeff", "min_coeff"}  # fmt: skip
+_NOT_STORED = {"fused", "foreach", "torch_adam", "set_grad_none", "capturable", "maximize", "bias_correction",
+               "amsgrad", "adam_w_mode", "fp32_optimizer_states", "dampening", "lr_decay", "max_coeff", "min_coeff"}  # fmt: skip
 
 # Tensors per parameter that the update holds at once: weight, gradient, state. DeepSpeed's `buffer_count` counts these.
 NUM_STATES = {"adamw": 4, "adam": 4, "lamb": 4, "lion": 3, "adagrad": 3, "sgd": 2}
@@ -118,10 +118,10 @@ def num_states(type_: str, params: Mapping[str, Any]) -> int | None:
     return count + 1 if type_ == "sgd" and count and params.get("momentum") else count
 
 
-def state_bytes_per_param(type_: str | None, params: Mapping[str, Any], precision: str) -> int:
-    """Bytes at rest per parameter: weight, master and fp32 state (bf16: the master is a 16-bit remainder)."""
+def record_bytes_per_param(type_: str | None, params: Mapping[str, Any], precision: str) -> int:
+    """Bytes per parameter that an update streams: master and fp32 state (bf16: the master is a 16-bit remainder)."""
     num_moments = (num_states(type_ or "adamw", params) or 4) - 2
-    return {"bf16": 4, "fp16": 6, "fp32": 4}[precision] + 4 * num_moments
+    return {"bf16": 2, "fp16": 4, "fp32": 0}[precision] + 4 * num_moments
 
 
 def normalise_optimizer(type_: str, params: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def normalise_optimizer(type_: str, params: Mapping[str, Any], notes: list[str])
         raise ValueError(f"type {type_!r} is not available: {_REFUSED[name]}")
     if name not in _OPTIMIZERS:
         raise ValueError(
-            f"type {type_!r} is not known{_close(name, list(_OPTIMIZERS))}; there are {', '.join(OPTIMIZERS)}; any optax "
-            f"one as 'optax.NAME', or pass the transformation itself as the trainer's `optimizer` argument"
+            f"type {type_!r} is not known{_close(name, list(_OPTIMIZERS))}; there are {', '.join(OPTIMIZERS)}; "
+            f"any optax one as 'optax.NAME', or pass the transformation itself as the trainer's `optimizer` argument"
         )
     canonical = _OPTIMIZERS[name]
     values = _rename(params)
@@ -253,12 +253,15 @@ def normalise_scheduler(
     by_lower = {name.lower(): name for name in SCHEDULERS}
     if type_.lower() not in by_lower:
         raise ValueError(
-            f"scheduler.type {type_!r} is not known{_close(type_, list(SCHEDULERS))}; there are {', '.join(SCHEDULERS)}; "
-            f"for any other schedule pass an optax optimizer with it as the trainer's `optimizer` argument"
+            f"scheduler.type {type_!r} is not known{_close(type_, list(SCHEDULERS))}; "
+            f"there are {', '.join(SCHEDULERS)}; for any other "
+            f"schedule pass an optax optimizer that has it as the trainer's `optimizer` argument"
         )
     canonical = by_lower[type_.lower()]
     values = dict(params)
-    values.pop("last_batch_iteration", None)
+    if "last_batch_iteration" in values:
+        values.pop("last_batch_iteration")
+        notes.append("scheduler.params.last_batch_iteration has no meaning here: a resume restores the step")
     if canonical == "OneCycle":
         values.setdefault("cycle_momentum", True)
     out = _checked(SCHEDULERS[canonical], values, "scheduler.params", notes)
@@ -266,10 +269,10 @@ def normalise_scheduler(
         out["warmup_max_lr"] = 1e-3 if lr is None else lr
     if "total_num_steps" in out and out["total_num_steps"] is None:
         if steps is None:
-            raise ValueError(f"{canonical} needs scheduler.params.total_num_steps (or train.steps): give the number of steps")
+            raise ValueError(
+                f"{canonical} needs scheduler.params.total_num_steps (or train.steps): give the number of steps"
+            )
         out["total_num_steps"] = steps
     unused = ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate") if canonical == "OneCycle" else ()
     keep_off = {"cycle_momentum": False} if canonical == "OneCycle" else {}
     return {"type": canonical, "params": {k: v for k, v in out.items() if k not in unused and v is not None} | keep_off}
-
-

@@ -14,7 +14,8 @@ def uses_nvme(config: Config) -> bool:
     """Whether anything is, or by the plan could be, on nvme."""
     placement = config.placement
     return any(
-        tier in ("nvme", None) for tier in (placement.weights, placement.optimizer, placement.gradients, placement.residuals)
+        tier in ("nvme", None)
+        for tier in (placement.weights, placement.optimizer, placement.gradients, placement.residuals)
     )
 
 
@@ -41,7 +42,7 @@ def check_paths(config: Config, run_dir: str | Path | None = None, *, needed_byt
             if explicit:
                 raise ConfigError("placement needs nvme, but there is neither nvme_path nor run_dir: give one of them")
             return ()
-        paths = (_usable("run_dir", Path(run_dir).absolute(), parents=True),)
+        paths: tuple[Path, ...] = (_usable("run_dir", Path(run_dir).absolute(), parents=True),)
     else:
         paths = tuple(_usable("nvme_path", Path(path), parents=False) for path in config.nvme_path)
     _check_space(paths, needed_bytes)
@@ -52,9 +53,13 @@ def _usable(key: str, path: Path, *, parents: bool) -> Path:
     if not str(path).strip() or path == Path():
         raise ConfigError(f"{key} is empty: name a directory on a local drive")
     if not path.is_absolute():
-        raise ConfigError(f"{key} = {str(path)!r}: a relative path depends on where it is run; write {str(path.absolute())!r}")
+        raise ConfigError(
+            f"{key} = {str(path)!r}: a relative path depends on where it is run; write {str(path.absolute())!r}"
+        )
     if path.is_symlink():
-        raise ConfigError(f"{key} = {str(path)!r}: a symlink could be pointed elsewhere under a run; write {str(path.resolve())!r}")
+        raise ConfigError(
+            f"{key} = {str(path)!r}: a symlink could be pointed elsewhere under a run; write {str(path.resolve())!r}"
+        )
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{key} = {str(path)!r}: is a file, not a directory; name a directory")
     if not path.exists():
@@ -73,7 +78,7 @@ def _usable(key: str, path: Path, *, parents: bool) -> Path:
             probe.flush()
     except OSError as error:
         raise ConfigError(
-            f"{key} = {str(path)!r}: not writable ({error.strerror}); `ls -ld {path}` shows its owner; change {key}, or its owner"
+            f"{key} = {str(path)!r}: not writable ({error.strerror}); change {key}, or the directory's owner"
         ) from None
     return path
 

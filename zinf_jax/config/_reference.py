@@ -23,7 +23,7 @@ class Fate(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One key of the config: dotted path, values, default, meaning, and what `"auto"` becomes ("refused" if it cannot be)."""
+    """One key: dotted path, values, default, meaning, and what `"auto"` becomes ("refused" if it cannot be)."""
 
     path: str
     values: str
@@ -57,7 +57,9 @@ def _walk(section: type[Section], prefix: str) -> list[Entry]:
         default = "required" if field.is_required() else _show(path, field.get_default(call_default_factory=True))
         meaning = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         target = meaning.get("auto", REFUSE if field.is_required() else field.get_default(call_default_factory=True))
-        auto = "refused" if target == REFUSE else "by the plan or the batches" if target is None else _show(path, target)
+        auto = (
+            "refused" if target == REFUSE else "by the plan or the batches" if target is None else _show(path, target)
+        )
         text = " ".join((field.description or "").split())
         out.append(Entry(path, _values(path, field.annotation), default, auto, text))
     return out
@@ -70,7 +72,9 @@ def _show(path: str, value: Any) -> str:
         return str(value).lower()
     if path.endswith("_bytes") or path == "aio.block_size":
         return format_bytes(value)
-    return "[]" if value == () else str(list(value)) if isinstance(value, tuple) else str(value) if value != "" else "''"
+    return (
+        "[]" if value == () else str(list(value)) if isinstance(value, tuple) else str(value) if value != "" else "''"
+    )
 
 
 def _values(path: str, annotation: Any) -> str:

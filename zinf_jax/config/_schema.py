@@ -1,4 +1,4 @@
-"""The config as a whole: one frozen value, the same whether it came from YAML, JSON, gin, a DeepSpeed file or a dict."""
+"""The config as a whole: one frozen value, whether it came from YAML, JSON, gin, a DeepSpeed file or a dict."""
 
 import dataclasses
 import re
@@ -24,6 +24,7 @@ from zinf_jax.config._sections import (
     Section,
     Streaming,
     Train,
+    checked_patterns,
 )
 from zinf_jax.config._types import AUTO, Count, Dtype, NonNegative, Positive, PositiveBytes
 from zinf_jax.errors import ConfigError
@@ -72,13 +73,13 @@ class Config(Section):
     device_memory: PositiveBytes | None = None
     """Bytes of each device that the run may use, such as 20GiB. `auto`: what the device reports as free."""
     host_memory: PositiveBytes | None = None
-    """Bytes of host memory for the arena, per process: frames and everything placed on host. `auto`: what the plan needs,
-    at most 80% of what is available (and of the cgroup limit)."""
+    """Bytes of host memory for the arena, per process: frames and everything placed on host. `auto`: what the plan
+    needs, at most 80% of what is available (and of the cgroup limit)."""
     nvme_path: Paths | None = None
     """Directory, or list of them, for pages on nvme, absolute, on local drives. `auto`: the run directory."""
     pin_memory: bool | None = None
-    """Keep the arena from being paged out. true: locked as far as RLIMIT_MEMLOCK allows, and the plan says how far; false:
-    not. `auto`: registered with the accelerator where there is one, else not."""
+    """Keep the arena from being paged out. true: locked as far as RLIMIT_MEMLOCK allows, and the plan says how far;
+    false: not. `auto`: registered with the accelerator where there is one, else not."""
     huge_pages: bool = True
     """Ask for 2 MiB pages for the arena (madvise): up to three times the read rate with O_DIRECT."""
     partitioning: Partitioning = Partitioning()
@@ -93,13 +94,14 @@ class Config(Section):
     seed: Count = 0
     """Seed of initialisation, dropout and data order."""
     trainable_patterns: Patterns = (".*",)
-    """Regular expressions, searched in leaf names such as `block_0/attention/kernel`; a leaf that none matches is frozen."""
+    """Regular expressions, searched in leaf names such as `block_0/attention/kernel`; a leaf without a match is
+    frozen."""
     frozen_patterns: Patterns = ()
     """Leaves that match one of these are frozen, whatever `trainable_patterns` says."""
     restore: Literal["all", "weights"] = "all"
-    """What a resume takes from the saved run. all: everything, bit for bit; where optimizer, scheduler or scale settings
-    differ from the saved run's, this config's win from then on. weights: only these; step 0, fresh optimizer state,
-    schedule, loss scale and counters."""
+    """What a resume takes from the saved run. all: everything, bit for bit; where optimizer, scheduler or scale
+    settings differ from the saved run's, this config's win from then on. weights: only these; step 0, fresh optimizer
+    state, schedule, loss scale and counters."""
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()
@@ -118,12 +120,7 @@ class Config(Section):
     @field_validator("trainable_patterns", "frozen_patterns")
     @classmethod
     def _valid_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in value:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return value
+        return checked_patterns(value)
 
     @field_validator("mesh")
     @classmethod
@@ -143,7 +140,7 @@ class Config(Section):
             raise ValueError("bf16.enabled and fp16.enabled exclude each other: turn one off")
         if self.partitioning.axis not in self.mesh:
             raise ValueError(
-                f"partitioning.axis is {self.partitioning.axis!r}, but mesh has only {sorted(self.mesh)}: add it to mesh"
+                f"partitioning.axis is {self.partitioning.axis!r}, but mesh has only {sorted(self.mesh)}: add it there"
             )
         self._check_batch()
         if self.scheduler is not None:
@@ -227,7 +224,7 @@ def _notes(info: ValidationInfo) -> list[str]:
 
 def _with_auto(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
     """Writes `auto` for None where the key accepts it; leaves out sections that are not there."""
-    out = {}
+    out: dict[str, Any] = {}
     for key, value in values.items():
         field = section.model_fields[key]
         if isinstance(value, dict) and isinstance(field.annotation, type) and issubclass(field.annotation, Section):

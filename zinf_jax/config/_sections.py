@@ -1,5 +1,6 @@
 """The sections of the config. The docstring under each key is its reference entry: meaning, unit, formula."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -20,6 +21,7 @@ from zinf_jax.config._types import (
 class Bf16(Section):
     """bf16 weights with an exact fp32 master (kept as bf16 plus a 16-bit remainder)."""
 
+    place = "bf16"
     enabled: bool = False
     """Floating leaves reach the loss in bf16. Excludes `fp16`."""
 
@@ -27,6 +29,7 @@ class Bf16(Section):
 class Fp16(Section):
     """fp16 weights with an fp32 master and loss scaling. A step with non-finite gradients changes nothing."""
 
+    place = "fp16"
     enabled: bool = False
     """Floating leaves reach the loss in fp16. Excludes `bf16`."""
     loss_scale: NonNegative = 0.0
@@ -46,6 +49,8 @@ class Fp16(Section):
 class Placement(Section):
     """Where each kind of state rests between uses. `auto`: the plan decides from budgets and measured bandwidths."""
 
+    place = "placement"
+
     weights: Tier | None = None
     """Tier of the weights that the loss reads. Bytes: parameters x 2 (bf16, fp16) or x 4 (fp32)."""
     optimizer: Tier | None = None
@@ -58,11 +63,13 @@ class Placement(Section):
     optimizer_fraction: Fraction = 1.0
     """Share of the optimizer state that goes to `placement.optimizer`; the rest stays on the device (whole pages)."""
     weights_host_cache: Bytes | None = None
-    """Of weights on nvme: bytes that may stay in host memory between uses. 0: none; `auto`: what `host_memory` leaves."""
+    """Of weights on nvme: bytes that may stay in host memory between uses. 0: none. `auto`: none."""
 
 
 class Partitioning(Section):
     """What is sharded over the data-parallel axis: ZeRO's stages as one value."""
+
+    place = "partitioning"
 
     stage: Literal[0, 1, 2, 3] = 3
     """0: nothing; 1: optimizer state; 2: and gradients; 3: and weights."""
@@ -78,26 +85,27 @@ class Partitioning(Section):
 class Streaming(Section):
     """How state moves. None of these changes a result; they trade memory for overlap."""
 
+    place = "streaming"
+
     lookahead: Count | None = None
-    """Units fetched ahead of use. 0 is synchronous. Host bytes: (lookahead + 1) x largest unit. `auto`: by the plan."""
+    """Schedule steps by which a fetch precedes its use. 0 is synchronous. Host bytes: (lookahead + 1) x largest unit.
+    `auto`: by the plan (2)."""
     max_in_flight: Positive = 2
     """Unit programs dispatched before the oldest output must be ready. Device bytes: max_in_flight x largest unit."""
     max_unit_bytes: PositiveBytes | None = None
     """Parameter bytes per unit, unsharded. `auto`: the largest block that the cut finds within the device budget."""
     page_bytes: PositiveBytes | None = None
-    """Upper limit of one page; a larger leaf is split over several. `auto`: 64 MiB, or the unit if it is smaller."""
+    """Upper limit of one page, where leaves are grouped; a single larger leaf is one page. `auto`: 256 MiB."""
     min_io_bytes: PositiveBytes = 1 << 20
     """Units smaller than this share a page, so that no read or write is smaller."""
     chunk_bytes: PositiveBytes | None = None
-    """Upper limit of one optimizer chunk: its weight, master and optimizer state together. `auto`: by the plan."""
+    """Bytes of master and optimizer state that are read, updated and written as one. `auto`: 16 MiB."""
     num_chunk_frames: Positive | None = None
     """Optimizer chunks in host memory at once (read, update, write). Host bytes: num_chunk_frames x chunk_bytes.
-    1 is sequential. `auto`: 3, less where `host_memory` is short."""
-    micro_batch_group: Positive | None = None
+    1 is sequential. `auto`: 4."""
+    micro_batches_per_group: Positive | None = None
     """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
     order of gradient sums depends on it, so the plan never changes it to save memory."""
-    residual_policy: Literal["keep", "recompute"] | None = None
-    """keep: save each unit's inputs for backward; recompute: rerun forward from the last kept ones. `auto`: by plan."""
     update_overlap: Literal["none"] = "none"
     """When the update runs: none (after backward). `auto` is none in this version."""
     durability: Literal["off"] = "off"
@@ -123,23 +131,34 @@ class Streaming(Section):
 class Aio(Section):
     """The NVMe I/O engine. `zinf bench-io DIR` measures this machine and prints this section."""
 
-    block_size: PositiveBytes = 1 << 20
-    """Bytes of one request to the drive; larger reads and writes are split into these."""
-    queue_depth: Positive = 32
+    place = "aio"
+
+    block_size: Annotated[PositiveBytes, Field(le=1 << 30, multiple_of=4096)] = 1 << 20
+    """Bytes of one request to the drive, a multiple of 4096; larger reads and writes are split into these."""
+    queue_depth: Annotated[Positive, Field(le=4096)] = 32
     """Requests in flight per ring. Host bytes in flight: block_size x queue_depth x thread_count."""
-    thread_count: Positive = 1
+    thread_count: Annotated[Positive, Field(le=64)] = 1
     """Rings, each with a completion thread."""
     single_submit: bool = False
     """Submit requests one by one instead of in batches."""
     overlap_events: bool = True
     """Submit further requests before earlier ones completed; false waits for each batch."""
-    engine: Literal["libaio", "threads", "buffered"] | None = None
-    """libaio (O_DIRECT), threads (O_DIRECT) or buffered (threads through the page cache). `auto`: the best that a real
+    engine: Literal["libaio", "threads_direct", "threads_buffered"] | None = None
+    """libaio and threads_direct use O_DIRECT, threads_buffered the page cache. `auto`: the first of these that a real
     probe write on each path shows to work."""
 
 
 def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
+
+
+def checked_patterns(value: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return value
 
 
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
@@ -148,44 +167,62 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 class Optimizer(Section):
     """The optimizer. Both PyTorch's and optax's parameter names are accepted."""
 
+    place = "optimizer"
+
     type: str = Field(json_schema_extra={"auto": REFUSE})
     """adamw, adam, lion, sgd, adagrad (fused on the host); lamb, `optax.NAME` or `module:function` (slower, generic).
     As in DeepSpeed, adam has decoupled weight decay unless `adam_w_mode: false`."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Its parameters: lr, betas, eps, weight_decay, momentum, nesterov ...; see `zinf config-reference`."""
     no_decay_patterns: Patterns = ()
     """Regular expressions (searched in leaf names such as `block_0/norm/scale`) of leaves without weight decay."""
+
+    @field_validator("no_decay_patterns")
+    @classmethod
+    def _compiles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return checked_patterns(value)
+
+    def compiled_no_decay(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(map(re.compile, self.no_decay_patterns))
 
 
 class Scheduler(Section):
     """Learning rate by step, with DeepSpeed's formulas."""
 
+    place = "scheduler"
+
     type: str = Field(json_schema_extra={"auto": REFUSE})
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default={})
     """Its parameters: warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, total_num_steps ..."""
 
 
 class Model(Section):
     """For `zinf train`: what to train."""
 
+    place = "model"
+
     factory: str = "zinf_jax.models:decoder"
     """`module:function` that is called with `kwargs`."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the factory."""
 
 
 class Data(Section):
     """For `zinf train`: what to train on."""
 
+    place = "data"
+
     factory: str | None = None
     """`module:function` that is called with `kwargs`. `auto`: the training loop's own text data set."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the factory."""
 
 
 class Train(Section):
     """For `zinf train`: the loop."""
+
+    place = "train"
 
     steps: Positive | None = Field(default=None, json_schema_extra={"auto": REFUSE})
     """Optimizer steps of the whole run. Required by `zinf train` unless given by `--steps`."""
@@ -201,7 +238,7 @@ class Train(Section):
     """Text that a sample continues."""
     tensorboard: bool = True
     """Write TensorBoard scalars beside the metrics file."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field(default={})
     """Handed to the loop as it is."""
 
 

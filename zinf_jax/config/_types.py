@@ -6,7 +6,7 @@ the field's `json_schema_extra` where there is one, else the default. `REFUSE` t
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -73,6 +73,8 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
 
+    place: ClassVar[str] = ""  # path of the section, for notes
+
     @model_validator(mode="before")
     @classmethod
     def _resolve_auto(cls, data: Any, info: ValidationInfo) -> Any:
@@ -90,6 +92,6 @@ class Section(BaseModel):
                 raise ValueError(f"{key} cannot be 'auto': nothing fills it in later; give a value")
             resolved[key] = target
             if target is not None and info.context:
-                place = ".".join(filter(None, (info.context.get("section", ""), key)))
+                place = ".".join(filter(None, (info.context.get("section", cls.place), key)))
                 info.context["notes"].append(f"{place}: 'auto' is {target!r} here")
         return resolved
