@@ -1,18 +1,18 @@
-"""Restricts a jaxpr to one slice of one of its outputs, and compiles that.
+"""Restricts an init function to one slice of one of its outputs, and compiles that.
 
-The jaxpr of an init function is read backwards from what is wanted, so nothing else is ever made: the model's forward
+The init function's equations are read backwards from what is wanted, so nothing else is ever made: the model's forward
 pass, the other leaves and the other slices of a stacked leaf drop out. Three things make it cheap and exact:
 
-* A *selection* (`Sel`) is pushed from a value to the values it is made from, through the rules of `_slice_rules`:
-  a scan's output to one run of its body, a vmapped one to one of the split keys. Where no rule knows how, the value is
-  made whole and indexed, and the result says how many bytes that took.
+* A *selection* is pushed from a value to the values it is made from, through the rules of `_slice_rules`: a scan's
+  output to one run of its body, a vmapped one to one of the split keys. Where no rule knows how, the value is made
+  whole and indexed, and the writer says how many bytes that took.
 * Integers and PRNG keys that depend on constants only (a chain of `fold_in`, split keys, rng counters) are evaluated
   at once, exactly; a program then starts at its key. So block 79 runs the program of block 0 with another operand.
 * Floating arithmetic is never evaluated outside a compiled program: `normal * std` differs in its last bit between
   eager and jitted code. Its literals stay literals: XLA turns a division by a constant into a multiplication.
 
-Bitwise equality with the whole jitted init rests on XLA giving one element the same bits whatever the array around
-it; the tests hold it to that.
+Bitwise equality with the whole jitted init rests on XLA giving an element the same bits whatever the array around it;
+the tests hold it to that.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from zinf_jax.errors import InitError
+from zinf_jax.graph import _jaxpr
+from zinf_jax.graph._equal import Keys
+from zinf_jax.graph._jaxpr import Eqn
 from zinf_jax.graph._slice_rules import slice_rule, whole_rule
 from zinf_jax.graph._values import (
-    ById,
     Known,
     Missing,
     Part,
@@ -38,11 +39,9 @@ from zinf_jax.graph._values import (
     Slot,
     Value,
     compose,
-    eqn_key,
     is_exact,
-    literal_key,
+    is_key,
     num_bytes,
-    read_jaxpr,
     sel_shape,
     trim,
 )
@@ -52,6 +51,29 @@ _DATA_PRIMITIVES = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"
 _COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
+class Shared:
+    """What the programs of one init function share: evaluated values, and keys of equations."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Ref, Sel], Known] = {}
+        self.keys = Keys(differentiate=False)
+        self._exact: dict[int, tuple[Any, bool]] = {}  # by id; the object is kept alive
+
+    def is_exact(self, eqn: Eqn) -> bool:
+        """An equation over integers and keys alone, all the way down, that is not meant to make data."""
+        cached = self._exact.get(id(eqn))
+        if cached is None:
+            cached = self._exact[id(eqn)] = (eqn, self._is_exact(eqn))
+        return cached[1]
+
+    def _is_exact(self, eqn: Eqn) -> bool:
+        if eqn.primitive.name in _DATA_PRIMITIVES or eqn.effects:
+            return False
+        if not all(is_exact(atom.aval.dtype) for atom in (*eqn.invars, *eqn.outvars)):
+            return False
+        return all(self.is_exact(inner) for jaxpr in _jaxpr.inner_jaxprs(eqn.params) for inner in jaxpr.eqns)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
     function: Callable[..., Sequence[Any]]
@@ -59,46 +81,32 @@ class _Instruction:
     outputs: tuple[Slot, ...]
 
 
-@functools.lru_cache(maxsize=4096)
-def _exact_eqn(eqn_id: "ById") -> bool:
-    """An equation over integers and keys alone, all the way down, that is not meant to make data."""
-    eqn = eqn_id.value
-    if eqn.primitive.name in _DATA_PRIMITIVES or eqn.effects:
-        return False
-    if not all(is_exact(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)):
-        return False
-    inner = [read_jaxpr(j)[0] for value in eqn.params.values() for j in (value if isinstance(value, tuple) else (value,))
-             if isinstance(j, Jaxpr | ClosedJaxpr)]  # fmt: skip
-    return all(_exact_eqn(ById(e)) for jaxpr in inner for e in jaxpr.eqns)
-
-
-def bind(eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-    params = eqn.primitive.get_bind_params(eqn.params)
-    with eqn.ctx.manager:
-        result = eqn.primitive.bind(*args, **params)
-    return result if eqn.primitive.multiple_results else [result]
-
-
 class Writer:
-    """Writes the program of one wanted value. Not reused; `known` outlives it and is shared by all pieces.
+    """Writes the program of one wanted value.
 
     Values are pulled by generators that yield what they need and get it sent back, run on an explicit stack: an init
     function that counts through 80 layers is deeper than Python's recursion limit.
     """
 
-    def __init__(self, known: dict[tuple[Ref, Sel], Known]):
-        self._known = known
+    def __init__(self, shared: Shared):
+        self._shared = shared
         self._memo: dict[tuple[Ref, Sel], Value] = {}
         self._instructions: list[_Instruction] = []
-        self._keys: list[Hashable] = []
+        self._names: list[Hashable] = []
         self._operands: dict[Known, Slot] = {}
+        self._fills: dict[Slot, Known] = {}
         self._num_slots = 0
         self.largest_indexed = 0  # bytes of the largest value that was made whole to take a part of it
 
     def pull(self, ref: Ref, sel: Sel = ()) -> Value:
+        """Writes what makes a part of a value.
+
+        Raises:
+          InitError: it depends on the value of an argument that is abstract.
+        """
         wanted = (ref, trim(ref, sel))
         stack: list[tuple[tuple[Ref, Sel], Pull]] = []
-        value: Value | None = self._find(wanted)
+        value = self._find(wanted)
         if value is None:
             stack.append((wanted, self._pull(*wanted)))
         while stack:
@@ -107,11 +115,7 @@ class Writer:
                 need = generator.send(value)  # type: ignore[arg-type]  # None starts a generator
             except StopIteration as stop:
                 stack.pop()
-                value = stop.value
-                assert value is not None
-                self._memo[key] = value
-                if isinstance(value, Known):
-                    self._known[key] = value
+                value = self._keep(key, stop.value)
                 continue
             need = (need[0], trim(*need))
             value = self._find(need)
@@ -124,13 +128,19 @@ class Writer:
         """For outputs that were written together with the one that was asked for."""
         self._memo[(ref, ())] = value
 
+    def _keep(self, key: tuple[Ref, Sel], value: Value) -> Value:
+        self._memo[key] = value
+        if isinstance(value, Known):
+            self._shared.known[key] = value
+        return value
+
     def _find(self, key: tuple[Ref, Sel]) -> Value | None:
         found = self._memo.get(key)
-        return self._known.get(key) if found is None else found
+        return self._shared.known.get(key) if found is None else found
 
     def _pull(self, ref: Ref, sel: Sel) -> Pull:
         if isinstance(ref, Known):
-            return self.index(ref, sel)
+            return self._index(ref, sel)
         if isinstance(ref, Missing):
             raise InitError(f"depends on the value of {ref.name}, which was given as a shape only; give the array")
         if isinstance(ref, Part):
@@ -141,38 +151,57 @@ class Writer:
         if result is not None:
             return result
         whole = yield ref, ()
-        return self.index(whole, sel)
+        return self._index(whole, sel)
 
-    def index(self, value: Value, sel: Sel) -> Value:
+    def _index(self, value: Value, sel: Sel) -> Value:
         """Takes a part of a value that exists as a whole."""
         if not sel:
             return value
-        shape = sel_shape(value.shape, sel)
-        dropped = tuple(dim for dim, _, size in sel if size is None)
+        sizes = list(value.shape)
+        for dim, _, size in sel:
+            sizes[dim] = 1 if size is None else size
         if isinstance(value, Known):
-            where: list[Any] = [slice(None)] * len(value.shape)
+            where: list[Any] = [slice(None)] * len(sizes)
             for dim, start, size in sel:
                 where[dim] = start if size is None else slice(start, start + size)
             return Known(value.value[tuple(where)])
         self.largest_indexed = max(self.largest_indexed, num_bytes(value))
-        sizes = list(value.shape)
-        for dim, _, size in sel:
-            sizes[dim] = 1 if size is None else size
         dims = tuple(dim for dim, _, _ in sel)
+        shape = sel_shape(value.shape, sel)
 
         def take(whole: Any, *starts: Any) -> Sequence[Any]:
             at = [jnp.int32(0)] * len(sizes)
             for dim, start in zip(dims, starts, strict=True):
                 at[dim] = start
-            return [jax.lax.squeeze(jax.lax.dynamic_slice(whole, at, sizes), dropped)]
+            return [jax.lax.dynamic_slice(whole, at, sizes).reshape(shape)]
 
         starts = [Known(np.int32(start)) for _, start, _ in sel]
-        return self.emit(("index", dims, tuple(sizes), dropped), take, [value, *starts], [(shape, value.dtype)])[0]
+        return self.emit(("index", dims, tuple(sizes), shape), take, [value, *starts], [(shape, value.dtype)])[0]
 
-    def equation(self, eqn: JaxprEqn, inputs: Sequence[Value], outputs: Sequence[tuple[Any, Any]]) -> list[Value]:
+    def equation(self, eqn: Eqn, inputs: Sequence[Value], shapes: Sequence[tuple[int, ...]]) -> list[Value]:
         """Writes an equation on given operands, which may be parts of the original ones."""
-        fold = _exact_eqn(ById(eqn))
-        return self.emit(eqn_key(eqn), functools.partial(bind, eqn), inputs, outputs, fold=fold)
+        outputs = [(shape, var.aval.dtype) for shape, var in zip(shapes, eqn.outvars, strict=True)]
+        key = self._shared.keys.equation(eqn)
+        function = functools.partial(_bind, eqn)
+        results = self.emit(key, function, inputs, outputs, fold=self._shared.is_exact(eqn))
+        if eqn.primitive.name == "broadcast_in_dim":
+            self.note_fill(results[0], inputs)
+        return results
+
+    def key(self, eqn: Eqn) -> Hashable:
+        return self._shared.keys.equation(eqn)
+
+    def note_fill(self, result: Value, inputs: Sequence[Value]) -> None:
+        """The result is a literal, broadcast: as a final result it needs no program."""
+        source = inputs[0] if inputs else None
+        if isinstance(source, Slot):
+            source = self._fills.get(source)
+        if isinstance(result, Slot) and source is not None and source.literal and source.shape == ():
+            self._fills[result] = source
+
+    def key_data(self, value: Value, shape: tuple[int, ...]) -> Value:
+        outputs = [(shape, np.dtype("uint32"))]
+        return self.emit("key_data", lambda keys: [jax.random.key_data(keys)], [value], outputs, fold=True)[0]
 
     def emit(
         self,
@@ -183,23 +212,24 @@ class Writer:
         *,
         fold: bool = False,
     ) -> list[Value]:
-        """Writes one instruction, or evaluates it where it is exact and small and all its operands are known."""
-        known = [value for value in inputs if isinstance(value, Known)]
-        if fold and len(known) == len(inputs) and self._foldable(outputs):
-            results = function(*(value.value for value in known))
-            return [Known(r if _is_key(r) else np.asarray(r)) for r in results]
+        """Writes one instruction; with `fold`, evaluates it where it is small and all its operands are known.
+
+        Args:
+          key: Equal for functions that compute the same from operands of the same shapes.
+          function: Takes arrays, returns a sequence of arrays.
+          inputs: Its operands.
+          outputs: (shape, dtype) of its results.
+          fold: Its results do not depend on how they are compiled.
+        """
+        avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+        known = [value.value for value in inputs if isinstance(value, Known)]
+        if fold and len(known) == len(inputs) and all(num_bytes(aval) <= _MAX_FOLD_BYTES for aval in avals):
+            return [Known(r if is_key(r) else np.asarray(r)) for r in function(*known)]
         arguments = tuple(self._argument(value) for value in inputs)
         slots = tuple(self._slot(shape, dtype) for shape, dtype in outputs)
-        names = tuple(a.number if isinstance(a, Slot) else literal_key(a.value) for a in arguments)
-        self._keys.append((key, names, tuple((s.shape, str(s.dtype)) for s in slots)))
+        self._names.append((key, tuple(map(self._name, arguments)), tuple(s.shape for s in slots)))
         self._instructions.append(_Instruction(function, arguments, slots))
         return list(slots)
-
-    def _foldable(self, outputs: Sequence[tuple[tuple[int, ...], Any]]) -> bool:
-        return all(
-            is_exact(dtype) and num_bytes(jax.ShapeDtypeStruct(shape, dtype)) <= _MAX_FOLD_BYTES
-            for shape, dtype in outputs
-        )
 
     def _argument(self, value: Value) -> Value:
         if isinstance(value, Slot) or value.literal:
@@ -212,32 +242,39 @@ class Writer:
         self._num_slots += 1
         return Slot(self._num_slots, tuple(shape), dtype)
 
-    def key_data(self, value: Value, shape: tuple[int, ...]) -> Value:
-        return self.emit("key_data", lambda keys: [jax.random.key_data(keys)], [value], [(shape, np.dtype("uint32"))])[
-            0
-        ]
+    def _name(self, value: Value) -> Hashable:
+        if isinstance(value, Slot):
+            return value.number
+        # The type as well: a Python scalar is weakly typed.
+        return (type(value.value), self._shared.keys.array(value.value))
+
+    def constant(self, value: Value) -> np.ndarray | None:
+        """The wanted value if it needs no program."""
+        if isinstance(value, Known):
+            return np.asarray(value.value, value.dtype)
+        if value in self._fills:
+            return np.full(value.shape, self._fills[value].value, value.dtype)
+        return None
 
     def finish(self, value: Value) -> tuple[Hashable, list[Any], Callable[..., Any]]:
         """(structural key, operands, function of the operands) of the program that makes `value`."""
-        result = self._argument(value)
-        operands = list(self._operands.items())
-        avals = tuple((slot.number, slot.shape, str(slot.dtype)) for _, slot in operands)
-        name = result.number if isinstance(result, Slot) else literal_key(result.value)
+        assert isinstance(value, Slot)
+        operands, slots = list(self._operands), list(self._operands.values())
         instructions = tuple(self._instructions)
-        slots = [slot for _, slot in operands]
 
         def run(*arguments: Any) -> Any:
             env = dict(zip(slots, arguments, strict=True))
             for instruction in instructions:
                 inputs = [v.value if isinstance(v, Known) else env[v] for v in instruction.inputs]
                 env.update(zip(instruction.outputs, instruction.function(*inputs), strict=True))
-            return result.value if isinstance(result, Known) else env[result]
+            return env[value]
 
-        return (tuple(self._keys), avals, name), [k.value for k, _ in operands], run
+        avals = tuple((slot.number, slot.shape, str(slot.dtype)) for slot in slots)
+        return (tuple(self._names), avals, value.number), [operand.value for operand in operands], run
 
 
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+def _bind(eqn: Eqn, *values: Any) -> list[Any]:
+    return _jaxpr.bind(eqn, values)
 
 
 def compile_program(run: Callable[..., Any], operands: Sequence[Any]) -> Any:

@@ -1,13 +1,10 @@
 """How a selection of an equation's output is made from selections of its operands, primitive by primitive.
 
 A rule is a generator: it yields (value, selection) pairs, gets each one's written value sent back, and returns the
-written output, or None where the selection cannot be pushed through (the value is then made whole).
-
-A scan's output at index i is one run of the body on slice i, with the carry as it is after i steps: run alone (DCE
-leaves the body's carry only), or read from a history made once where it is keys and counters.
+written output, or None where the selection cannot be pushed through (the value is then made whole). Scans and
+conditionals are in `_slice_control`.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -16,75 +13,60 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.random import threefry2x32_p
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from zinf_jax.graph._values import (
-    Known,
-    Node,
-    Out,
-    Part,
-    Pull,
-    Ref,
-    Sel,
-    Value,
-    canonical,
-    flatten,
-    is_exact,
-    num_bytes,
-    read_jaxpr,
-    sel_shape,
-)
+from zinf_jax.graph import _slice_control
+from zinf_jax.graph._values import Known, Node, Out, Pull, Sel, Value, is_exact, sel_shape
 
 if TYPE_CHECKING:
     from zinf_jax.graph._restrict import Writer
 
 Rule = Callable[["Writer", Node, int, Sel], Pull]
 
-_ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
-    clz conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    polygamma population_count pow random_clone random_fold_in random_gamma_grad random_seed real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()
-)
+# fmt: off
+_ELEMENTWISE = frozenset([
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "conj", "convert_element_type", "copy",
+    "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+    "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log",
+    "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "polygamma",
+    "population_count", "pow", "random_clone", "random_fold_in", "random_gamma_grad", "random_seed", "real",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
+    "sub", "tan", "tanh", "xor",
+])
+# fmt: on
 _IDENTITY = frozenset({"sharding_constraint", "optimization_barrier"})
 _SINGLE = frozenset({"scan", "cond"})  # what only the other outputs need is dropped
-_MAX_HISTORY_BYTES = 1 << 20
 
 
 def whole_rule(writer: "Writer", ref: Out) -> Pull:
     """Writes the equation that makes `ref`, whole."""
     node, position = ref.node, ref.position
-    branch = yield from _chosen_branch(node)
+    branch = _slice_control.chosen_branch(node)
     if branch is not None:
         return (yield branch[position], ())
-    if isinstance(node, _Carry):
-        return (yield from _carry_rule(writer, node, position))
-    wanted = position
-    if node.name in _SINGLE and len(node.outs) > 1:
-        node = node.single(position)
-        wanted = node.output_of(ref.node.eqn.outvars[position])
+    if isinstance(node, _slice_control.Carry):
+        return (yield from _slice_control.carry_rule(writer, node, position))
+    alone = node.name in _SINGLE and len(node.outs) > 1
+    if alone:
+        node, position = node.single(position)
     inputs = []
     for operand in node.inputs:
         inputs.append((yield operand, ()))
-    outputs = writer.equation(node.eqn, inputs, [(v.aval.shape, v.aval.dtype) for v in node.eqn.outvars])
-    if node is ref.node:
+    outputs = writer.equation(node.eqn, inputs, [out.shape for out in node.outs])
+    if not alone:
         for out, value in zip(node.outs, outputs, strict=True):
             writer.remember(out, value)
-    return outputs[wanted]
+    return outputs[position]
 
 
 def slice_rule(writer: "Writer", ref: Out, sel: Sel) -> Pull:
     """Writes a selection of `ref`, or returns None."""
     node = ref.node
-    if isinstance(node, _Carry):
+    if isinstance(node, _slice_control.Carry):
         return None
-    branch = yield from _chosen_branch(node)
+    branch = _slice_control.chosen_branch(node)
     if branch is not None:
         return (yield branch[ref.position], sel)
     rule = _RULES.get(node.name)
@@ -93,8 +75,7 @@ def slice_rule(writer: "Writer", ref: Out, sel: Sel) -> Pull:
 
 def _write(writer: "Writer", node: Node, position: int, sel: Sel, inputs: Sequence[Value]) -> Value:
     """The node's own equation on parts of its operands; all its outputs are cut alike."""
-    outputs = [(sel_shape(out.shape, sel), out.dtype) for out in node.outs]
-    return writer.equation(node.eqn, inputs, outputs)[position]
+    return writer.equation(node.eqn, inputs, [sel_shape(out.shape, sel) for out in node.outs])[position]
 
 
 def _renumber(dim: int, sel: Sel) -> int:
@@ -143,7 +124,9 @@ def _broadcast_in_dim(writer: "Writer", node: Node, position: int, sel: Sel) -> 
     value = yield operand, inner
     shape = sel_shape(node.outs[0].shape, sel)
     kept = tuple(_renumber(d, sel) for d in dims if d not in by_dim or by_dim[d][1] is not None)
-    return _lax(writer, node, sel, [value], functools.partial(jax.lax.broadcast_in_dim, shape=shape, broadcast_dimensions=kept), (shape, kept))  # fmt: skip
+    result = _lax(writer, node, sel, [value], lambda x: jax.lax.broadcast_in_dim(x, shape, kept), (shape, kept))
+    writer.note_fill(result, [value])
+    return result
 
 
 def _lax(
@@ -263,7 +246,11 @@ def _iota(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     if not is_exact(dtype):
         return None
     axis = _renumber(dim, sel)
-    return _lax(writer, node, sel, [start], lambda first: jax.lax.broadcasted_iota(dtype, shape, axis) + first, (shape, axis))  # fmt: skip
+
+    def count(first: Any) -> Any:
+        return jax.lax.broadcasted_iota(dtype, shape, axis) + first
+
+    return _lax(writer, node, sel, [start], count, (shape, axis))
     yield  # a generator like the other rules
 
 
@@ -352,136 +339,6 @@ def _threefry_part(key: jax.Array, first: jax.Array, *, size: int, width: int) -
     return (bits_high ^ bits_low).astype(f"uint{width}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Control flow.
-
-
-def _chosen_branch(node: Node) -> Pull:
-    """The outputs of the branch of a `cond` whose index is known, or None."""
-    if node.name != "cond" or not isinstance(node.inputs[0], Known):
-        return None
-    branches = node.eqn.params["branches"]
-    index = min(max(int(np.asarray(node.inputs[0].value)), 0), len(branches) - 1)
-    return node.cached("branch", lambda: flatten(branches[index], node.inputs[1:]))
-    yield
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scan:
-    body: ClosedJaxpr
-    length: int
-    reverse: bool
-    num_consts: int
-    num_carry: int
-
-    def time(self, step: Any) -> Any:
-        """Index into xs and ys of a step."""
-        return self.length - 1 - step if self.reverse else step
-
-    def split(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """(consts, carry, xs)"""
-        first, second = self.num_consts, self.num_consts + self.num_carry
-        return list(flat[:first]), list(flat[first:second]), list(flat[second:])
-
-
-def read_scan(node: Node) -> _Scan:
-    params = node.eqn.params
-    jaxpr, consts = read_jaxpr(params["jaxpr"])
-    return _Scan(
-        ClosedJaxpr(jaxpr, list(consts)), params["length"], params["reverse"], params["num_consts"], params["num_carry"]
-    )
-
-
-def _scan(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
-    var = node.eqn.outvars[position]
-    node = node.single(position)
-    scan, position = read_scan(node), node.output_of(var)
-    if position < scan.num_carry or not sel or sel[0][0] != 0 or sel[0][2] is not None:
-        return None
-    index = sel[0][1]
-    key = ("body", index)
-    outputs = node.cached(key, lambda: _run_body(node, scan, scan.time(index)))
-    return (yield outputs[position], tuple((dim - 1, start, size) for dim, start, size in sel[1:]))
-
-
-def _run_body(node: Node, scan: _Scan, step: int) -> list[Ref]:
-    consts, init, xs = scan.split(node.inputs)
-    carry: Sequence[Ref] = init if step == 0 or not init else _Carry(node, scan, step).outs
-    slices = [_part(x, ((0, scan.time(step), None),)) for x in xs]
-    return flatten(scan.body, [*consts, *carry, *slices])
-
-
-def _part(ref: Ref, sel: Sel) -> Ref:
-    return Part(ref, sel)
-
-
-class _Carry(Node):
-    """The carry of a scan after a number of steps."""
-
-    def __init__(self, node: Node, scan: _Scan, step: int):
-        super().__init__(node.eqn, node.inputs)
-        self.outs = self.outs[: scan.num_carry]
-        self.owner, self.scan, self.step = node, scan, step
-
-
-def _carry_body(scan: _Scan) -> tuple[Jaxpr, Sequence[Any], list[bool]]:
-    """The scan's body without what only its outputs need, and which operands it reads."""
-    jaxpr, consts = scan.body.jaxpr, scan.body.consts
-    num_xs = len(jaxpr.invars) - scan.num_consts - scan.num_carry
-    used = [True] * scan.num_carry + [False] * (len(jaxpr.outvars) - scan.num_carry)
-    keep = [False] * scan.num_consts + [True] * scan.num_carry + [False] * num_xs
-    inner, used_inputs = dce_jaxpr(jaxpr, used, keep)
-    return inner, consts, used_inputs
-
-
-def _carry_rule(writer: "Writer", node: _Carry, position: int) -> Pull:
-    scan = node.scan
-    jaxpr, closed_consts, used = node.owner.cached("carry body", lambda: _carry_body(scan))
-    operands = [ref for ref, keep in zip(node.inputs, used, strict=True) if keep]
-    num_consts = sum(used[: scan.num_consts])
-    inputs = []
-    for ref in operands:
-        inputs.append((yield ref, ()))
-    small = dataclasses.replace(scan, body=ClosedJaxpr(jaxpr, closed_consts), num_consts=num_consts)
-    avals = [(out.shape, out.dtype) for out in node.outs]
-    exact = all(is_exact(v.aval.dtype) for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars))
-    held = scan.length * sum(num_bytes(out) for out in node.outs)
-    if exact and held <= _MAX_HISTORY_BYTES and all(isinstance(value, Known) for value in inputs):
-        history = node.owner.cached("history", lambda: _history(small, [v.value for v in inputs]))
-        values: list[Value] = [Known(h[node.step - 1]) for h in history]
-    else:
-        key = ("carry", canonical(small.body), scan.length, scan.reverse, num_consts, scan.num_carry)
-        steps = Known(np.int32(node.step))
-        values = writer.emit(key, functools.partial(_run_carry, small), [steps, *inputs], avals)
-    for out, value in zip(node.outs, values, strict=True):
-        writer.remember(out, value)
-    return values[position]
-
-
-def _history(scan: _Scan, flat: Sequence[Any]) -> list[Any]:
-    """The carry after each step: exact values only, so that it does not matter how it was compiled."""
-    consts, init, xs = scan.split([jnp.asarray(value) for value in flat])
-    function = jaxpr_as_fun(scan.body)
-
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        carry = function(*consts, *carry, *x)[: scan.num_carry]
-        return carry, carry
-
-    history = jax.jit(lambda: jax.lax.scan(body, init, xs, length=scan.length, reverse=scan.reverse)[1])()
-    return history[::-1] if scan.reverse else history
-
-
-def _run_carry(scan: _Scan, steps: Any, *flat: Any) -> list[Any]:
-    consts, init, xs = scan.split(flat)
-    function = jaxpr_as_fun(scan.body)
-
-    def body(step: Any, carry: list[Any]) -> list[Any]:
-        time = scan.time(step)
-        return function(*consts, *carry, *(jax.lax.dynamic_index_in_dim(x, time, keepdims=False) for x in xs))
-
-    return jax.lax.fori_loop(0, steps, body, init)
-
-
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_IDENTITY, _identity),
@@ -494,7 +351,7 @@ _RULES: dict[str, Rule] = {
     "random_bits": _random_bits,
     "reshape": _reshape,
     "rev": _rev,
-    "scan": _scan,
+    "scan": _slice_control.scan_rule,
     "slice": _slice,
     "squeeze": _squeeze,
     "transpose": _transpose,

@@ -1,8 +1,8 @@
 """Initial parameters made page by page: `zinf.lazy(init_fn, *args)` traces the init function and makes nothing.
 
-An `Initializer` makes the values of just the pieces that are asked for, bit for bit what `jax.jit(init_fn)(*args)` would
-give. From an init function: its jaxpr restricted to those pieces (`_restrict`). From a tree of real arrays: slices
-of them. Structurally equal pieces share one compiled program.
+An `Initializer` makes the values of just the pieces that are asked for, bit for bit what `jax.jit(init_fn)(*args)`
+would give. From an init function: its jaxpr restricted to those pieces (`_restrict`). From a tree of real arrays:
+slices of them. Structurally equal pieces share one compiled program.
 
 Known gap: what the compiled programs hold while they run is theirs (`peak_bytes` says how much).
 """
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf_jax.errors import InitError
-from zinf_jax.graph._restrict import Writer, compile_program
-from zinf_jax.graph._values import Known, Missing, Ref, Sel, flatten
+from zinf_jax.graph import _jaxpr
+from zinf_jax.graph._restrict import Shared, Writer, compile_program
+from zinf_jax.graph._values import Known, Missing, Ref, Sel, Value, flatten
 from zinf_jax.leaves import Leaf, LeafKind, Piece, is_array, is_key, path_name
 from zinf_jax.units import format_bytes
 
@@ -69,7 +70,7 @@ class Lazy:
         inputs = [(path, value) for (path, value), is_traced in zip(flat, traced, strict=True) if is_traced]
         closed = jax.make_jaxpr(flat_init)(*(jax.typeof(v) if not _is_abstract(v) else v for _, v in inputs))
         refs = [_argument(path, value, var) for (path, value), var in zip(inputs, closed.jaxpr.invars, strict=True)]
-        outputs = iter(zip(flatten(closed, refs), closed.out_avals, strict=True))
+        outputs = iter(zip(flatten(_jaxpr.open_block(closed), refs), closed.out_avals, strict=True))
         self.leaves: list[Ref | None] = []  # per leaf: what makes it, None if it exists already
         abstract = []
         for leaf in found["leaves"]:
@@ -172,7 +173,7 @@ class _LazyInitializer:
         self._leaves = leaves
         self._refs = params.leaves
         self._flat = flat
-        self._known: dict[Any, Known] = {}
+        self._shared = Shared()
         self._programs: dict[Hashable, _Program] = {}
         self.warnings, self.whole_leaves = self._find_whole()
 
@@ -192,8 +193,9 @@ class _LazyInitializer:
                 continue
             if piece.leaf in self.whole_leaves:
                 whole.add(piece.leaf)
-            program, _ = self._program(leaf, self._sel(leaf, piece))
-            peak = max(peak, held + program.held_bytes)
+            writer, value = self._write(leaf, self._sel(leaf, piece))
+            if writer.constant(value) is None:
+                peak = max(peak, held + self._program(leaf, writer, value)[0].held_bytes)
             held += self._bytes(leaf) if piece.leaf in whole else self._bytes(leaf) // leaf.num_pieces
         return max(peak, held)
 
@@ -230,13 +232,17 @@ class _LazyInitializer:
         return whole[piece.leaf].reshape(leaf.num_pieces, *leaf.piece_shape)[piece.index]
 
     def _run(self, leaf: Leaf, sel: Sel) -> np.ndarray:
-        program, operands = self._program(leaf, sel)
+        writer, value = self._write(leaf, sel)
+        constant = writer.constant(value)
+        if constant is not None:
+            return constant
+        program, operands = self._program(leaf, writer, value)
         return np.asarray(program.compiled(*operands))
 
-    def _write(self, leaf: Leaf, sel: Sel) -> tuple[Writer, Any]:
+    def _write(self, leaf: Leaf, sel: Sel) -> tuple[Writer, Value]:
         ref = self._refs[leaf.index]
         assert ref is not None
-        writer = Writer(self._known)
+        writer = Writer(self._shared)
         try:
             value = writer.pull(ref, sel)
             if leaf.key_impl is not None:
@@ -245,8 +251,7 @@ class _LazyInitializer:
             raise InitError(f"{leaf.name}: {error}") from error
         return writer, value
 
-    def _program(self, leaf: Leaf, sel: Sel) -> tuple[_Program, list[Any]]:
-        writer, value = self._write(leaf, sel)
+    def _program(self, leaf: Leaf, writer: Writer, value: Value) -> tuple[_Program, list[Any]]:
         key, operands, run = writer.finish(value)
         if key not in self._programs:
             try:
