@@ -14,6 +14,9 @@
  */
 #include <string.h>
 
+#ifndef STAGES
+#define STAGES 3
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vf load_any(const void *base, int64_t i, int dtype) {
@@ -46,37 +49,54 @@ INLINE void store_master(const zinf_range *r, int64_t i, int dtype, vf value) {
  *   sgd:     3 momentum
  *   adagrad: 3 eps
  */
-INLINE void update_one(int kernel, int flags, int weights_dtype, int gradient_dtype, const zinf_range *r, int64_t i,
-                       const vf *c, vf scale) {
-    vf g = load_any(r->gradient, i, gradient_dtype);
-    if (gradient_dtype != ZINF_NONE) g = v_mul(g, scale);
-    vf p = load_master(r, i, weights_dtype);
-    vf u;
+INLINE vf load_gradient(const zinf_range *r, int64_t i, int dtype, vf scale) {
+    return dtype == ZINF_NONE ? v_set(0.0f) : v_mul(load_any(r->gradient, i, dtype), scale);
+}
+
+/* An update is made in three stages; the loop runs each on another vector, so that the long chain of a square root, a
+ * division and the packing of 16-bit weights does not have to fit in the CPU's window of instructions. */
+typedef struct {
+    vf numerator, denominator;
+} fraction;
+
+/* First stage: moves the slots on. The update is numerator / denominator for adam, the numerator otherwise. */
+INLINE fraction move_slots(int kernel, int flags, int gradient_dtype, const zinf_range *r, int64_t i, const vf *c,
+                           vf scale) {
+    vf g = load_gradient(r, i, gradient_dtype, scale);
+    fraction u = {g, g};
     if (kernel == ZINF_ADAM) {
         vf m = v_load(r->slots[0] + i), v = v_load(r->slots[1] + i);
         m = v_fma(c[4], g, v_mul(c[3], m));
         v = v_fma(c[6], v_mul(g, g), v_mul(c[5], v));
         v_store(r->slots[0] + i, m);
         v_store(r->slots[1] + i, v);
-        u = v_mul(m, c[7]);
-        if (flags & ZINF_NESTEROV) u = v_fma(u, c[3], v_mul(v_mul(g, c[11]), c[4]));
-        u = v_div(u, v_add(v_sqrt(v_fma(v, c[8], c[9])), c[10]));
+        u.numerator = v_mul(m, c[7]);
+        if (flags & ZINF_NESTEROV) u.numerator = v_fma(u.numerator, c[3], v_mul(v_mul(g, c[11]), c[4]));
+        u.denominator = v_add(v_sqrt(v_fma(v, c[8], c[9])), c[10]);
     } else if (kernel == ZINF_LION) {
         vf m = v_load(r->slots[0] + i);
-        u = v_sign(v_fma(c[4], g, v_mul(c[3], m)));
+        u.numerator = v_sign(v_fma(c[4], g, v_mul(c[3], m)));
         v_store(r->slots[0] + i, v_fma(c[6], g, v_mul(c[5], m)));
-    } else if (kernel == ZINF_SGD) {
-        u = g;
-        if (flags & ZINF_MOMENTUM) {
-            vf t = v_fma(c[3], v_load(r->slots[0] + i), g);
-            v_store(r->slots[0] + i, t);
-            u = flags & ZINF_NESTEROV ? v_fma(c[3], t, g) : t;
-        }
-    } else {
+    } else if (kernel == ZINF_SGD && flags & ZINF_MOMENTUM) {
+        vf t = v_fma(c[3], v_load(r->slots[0] + i), g);
+        v_store(r->slots[0] + i, t);
+        u.numerator = flags & ZINF_NESTEROV ? v_fma(c[3], t, g) : t;
+    } else if (kernel == ZINF_ADAGRAD) {
         vf s = v_fma(g, g, v_load(r->slots[0] + i));
         v_store(r->slots[0] + i, s);
-        u = v_mul(v_positive_or_zero(s, v_div(v_set(1.0f), v_sqrt(v_add(s, c[3])))), g);
+        u.numerator = v_mul(v_positive_or_zero(s, v_div(v_set(1.0f), v_sqrt(v_add(s, c[3])))), g);
     }
+    return u;
+}
+
+/* Second stage. */
+INLINE vf divide(int kernel, fraction u) {
+    return kernel == ZINF_ADAM ? v_div(u.numerator, u.denominator) : u.numerator;
+}
+
+/* Third stage: moves the weights. */
+INLINE void move_weights(int flags, int weights_dtype, const zinf_range *r, int64_t i, const vf *c, vf u) {
+    vf p = load_master(r, i, weights_dtype);
     if (flags & ZINF_DECAY) u = v_fma(c[2], p, u);
     store_master(r, i, weights_dtype, v_fma(c[1], u, p));
 }
@@ -100,7 +120,8 @@ static __attribute__((noinline)) void update_tail(int kernel, int flags, const z
         copy.slots[k] = slots[k];
         if (r->slots[k]) memcpy(slots[k], r->slots[k] + i, count * 4);
     }
-    update_one(kernel, flags, r->weights_dtype, r->gradient_dtype, &copy, 0, c, scale);
+    vf u = divide(kernel, move_slots(kernel, flags, r->gradient_dtype, &copy, 0, c, scale));
+    move_weights(flags, r->weights_dtype, &copy, 0, c, u);
     memcpy((char *)r->weights + (size_t)i * weight_size, weights, count * weight_size);
     if (r->master) memcpy((char *)r->master + (size_t)i * master_size, master, count * master_size);
     for (int k = 0; k < ZINF_MAX_SLOTS; k++)
@@ -116,7 +137,22 @@ INLINE void update_loop(int kernel, int flags, int weights_dtype, int gradient_d
     const zinf_range r = *range; /* a copy that no store can alias: the pointers stay in registers */
     const vf s = v_set(scale);
     int64_t i = begin;
-    for (; i + W <= end; i += W) update_one(kernel, flags, weights_dtype, gradient_dtype, &r, i, c, s);
+    if (STAGES > 1 && end - begin >= 2 * W) {
+        fraction first = move_slots(kernel, flags, gradient_dtype, &r, i, c, s);
+        fraction second = move_slots(kernel, flags, gradient_dtype, &r, i + W, c, s);
+        vf u = divide(kernel, first);
+        for (; i + 3 * W <= end; i += W) {
+            fraction third = move_slots(kernel, flags, gradient_dtype, &r, i + 2 * W, c, s);
+            move_weights(flags, weights_dtype, &r, i, c, u);
+            u = divide(kernel, second);
+            second = third;
+        }
+        move_weights(flags, weights_dtype, &r, i, c, u);
+        move_weights(flags, weights_dtype, &r, i + W, c, divide(kernel, second));
+        i += 2 * W;
+    }
+    for (; i + W <= end; i += W)
+        move_weights(flags, weights_dtype, &r, i, c, divide(kernel, move_slots(kernel, flags, gradient_dtype, &r, i, c, s)));
 #if W > 1
     if (i < end) update_tail(kernel, flags, range, i, end, c, s);
 #endif
@@ -171,6 +207,7 @@ INLINE double square_loop(const void *values, int dtype, int64_t length) {
     int64_t i = 0;
     for (; i + ZINF_NORM_LANES <= length; i += ZINF_NORM_LANES) {
         vf x[GROUP];
+#pragma GCC unroll 16
         for (int k = 0; k < GROUP; k++) x[k] = load_any(values, i + k * W, dtype);
         vacc_add_squares(&sums, x);
     }
@@ -179,6 +216,7 @@ INLINE double square_loop(const void *values, int dtype, int64_t length) {
         size_t size = dtype == ZINF_F32 ? 4 : 2;
         memcpy(tail, (const char *)values + (size_t)i * size, (size_t)(length - i) * size);
         vf x[GROUP];
+#pragma GCC unroll 16
         for (int k = 0; k < GROUP; k++) x[k] = load_any(tail, k * W, dtype);
         vacc_add_squares(&sums, x);
     }

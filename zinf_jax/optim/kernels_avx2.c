@@ -32,42 +32,55 @@ static inline vf v_positive_or_zero(vf x, vf y) {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ), y);
 }
 
-static inline __m256i load_u16(const uint16_t *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
-
-/* Two vectors of 32-bit values below 65536 -> their low halves, one after the other. */
-static inline __m256i pack_u16(__m256i low, __m256i high) {
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+/* 16-bit data are handled in 128-bit halves: no instruction here crosses lanes, which is slow on Zen 1, and no more
+ * operations are needed than with whole vectors. */
+static inline vf from_halves(__m128i low, __m128i high) {
+    return _mm256_castsi256_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
 
-static inline vf v_load_bf16(const uint16_t *p) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_u16(p), 16)); }
+static inline __m128i lower(vf x) { return _mm_castps_si128(_mm256_castps256_ps128(x)); }
+static inline __m128i upper(vf x) { return _mm_castps_si128(_mm256_extractf128_ps(x, 1)); }
+
+static inline __m128i load_u16(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+static inline void store_u16(void *p, __m128i x) { _mm_storeu_si128((__m128i *)p, x); }
+
+/* The upper and the lower 16 bits of each element. */
+static inline __m128i high_parts(vf x) {
+    return _mm_packus_epi32(_mm_srli_epi32(lower(x), 16), _mm_srli_epi32(upper(x), 16));
+}
+static inline __m128i low_parts(vf x) {
+    const __m128i zero = _mm_setzero_si128();
+    return _mm_packus_epi32(_mm_blend_epi16(lower(x), zero, 0xaa), _mm_blend_epi16(upper(x), zero, 0xaa));
+}
+
+static inline vf v_load_bf16(const uint16_t *p) {
+    const __m128i zero = _mm_setzero_si128(), x = load_u16(p);
+    return from_halves(_mm_unpacklo_epi16(zero, x), _mm_unpackhi_epi16(zero, x));
+}
 
 static inline void v_store_bf16(uint16_t *p, vf x) {
-    __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
-    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-    rounded = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, _mm256_castps_si256(is_nan(x)));
-    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(pack_u16(rounded, rounded)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    store_u16(p, high_parts(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), is_nan(x))));
 }
 
-static inline vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+static inline vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(load_u16(p)); }
 
-static inline void v_store_f16(uint16_t *p, vf x) {
-    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
+static inline void v_store_f16(uint16_t *p, vf x) { store_u16(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 
+/* A negative remainder borrows one from the weight; then the halves are put side by side. */
 static inline vf v_join(const uint16_t *weights, const int16_t *remainder) {
-    __m256i low = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)remainder));
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(load_u16(weights), 16), low));
+    __m128i low = load_u16(remainder), high = _mm_add_epi16(load_u16(weights), _mm_srai_epi16(low, 15));
+    return from_halves(_mm_unpacklo_epi16(low, high), _mm_unpackhi_epi16(low, high));
 }
 
 static inline void v_split(vf x, uint16_t *weights, int16_t *remainder) {
     vf canonical = _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan(x));
-    __m256i bits = _mm256_castps_si256(canonical);
-    __m256i high = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16);
-    __m256i both = pack_u16(high, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff)));
-    _mm_storeu_si128((__m128i *)weights, _mm256_castsi256_si128(both));
-    _mm_storeu_si128((__m128i *)remainder, _mm256_extracti128_si256(both, 1));
+    __m128i low = low_parts(canonical);
+    store_u16(weights, _mm_sub_epi16(high_parts(canonical), _mm_srai_epi16(low, 15)));
+    store_u16(remainder, low);
 }
 
 typedef struct {
@@ -75,10 +88,12 @@ typedef struct {
 } vacc;
 
 static inline void vacc_zero(vacc *sums) {
+#pragma GCC unroll 4
     for (int k = 0; k < 4; k++) sums->part[k] = _mm256_setzero_pd();
 }
 
 static inline void vacc_add_squares(vacc *sums, const vf *x) {
+#pragma GCC unroll 4 /* or the sums live in memory */
     for (int k = 0; k < 4; k++) {
         __m128 half = k % 2 ? _mm256_extractf128_ps(x[k / 2], 1) : _mm256_castps256_ps128(x[k / 2]);
         __m256d wide = _mm256_cvtps_pd(half);
@@ -87,6 +102,7 @@ static inline void vacc_add_squares(vacc *sums, const vf *x) {
 }
 
 static inline void vacc_store(const vacc *sums, double *lanes) {
+#pragma GCC unroll 4
     for (int k = 0; k < 4; k++) _mm256_storeu_pd(lanes + 4 * k, sums->part[k]);
 }
 
