@@ -11,6 +11,7 @@ references (`@name`) and imports do not. It is parsed without touching gin's glo
 
 import json
 import re
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,8 @@ def _read_gin(
                     bindings[selector + statement.arg_name] = statement.value
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: {error.msg}") from None
+    except tokenize.TokenError as error:
+        raise ConfigError(f"line {error.args[1][0]}: {error.args[0]}") from None
 
 
 def _resolve(value: Any, macros: dict[str, Any], resolving: tuple[str, ...]) -> Any:

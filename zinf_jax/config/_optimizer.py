@@ -105,8 +105,8 @@ OPTIMIZERS: dict[str, type[_Common]] = {
     "adamw": _Adam, "adam": _Adam, "lion": _Lion, "sgd": _Sgd, "adagrad": _Adagrad, "lamb": _Lamb,
 }  # fmt: skip
 _HINTS = {"fused", "foreach", "torch_adam", "set_grad_none", "capturable"}
-_NOT_STORED = {"fused", "foreach", "torch_adam", "set_grad_none", "capturable", "maximize", "bias_correction",
-               "amsgrad", "adam_w_mode", "fp32_optimizer_states", "dampening", "lr_decay", "max_coeff", "min_coeff"}  # fmt: skip
+_NOT_STORED = {*_HINTS, "maximize", "bias_correction", "amsgrad", "adam_w_mode", "fp32_optimizer_states",
+               "dampening", "lr_decay", "max_coeff", "min_coeff"}  # fmt: skip
 
 # Tensors per parameter that the update holds at once: weight, gradient, state. DeepSpeed's `buffer_count` counts these.
 NUM_STATES = {"adamw": 4, "adam": 4, "lamb": 4, "lion": 3, "adagrad": 3, "sgd": 2}

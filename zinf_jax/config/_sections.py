@@ -240,20 +240,3 @@ class Train(Section):
     """Write TensorBoard scalars beside the metrics file."""
     extra: dict[str, Any] = Field(default={})
     """Handed to the loop as it is."""
-
-
-__all__ = [
-    "Aio",
-    "Bf16",
-    "Data",
-    "Fp16",
-    "Model",
-    "Optimizer",
-    "Partitioning",
-    "Patterns",
-    "Placement",
-    "Scheduler",
-    "Section",
-    "Streaming",
-    "Train",
-]

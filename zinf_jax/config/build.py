@@ -135,12 +135,12 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     """
     if config.optimizer is None:
         raise ConfigError(
-            "no optimizer: add a section such as `optimizer: {type: adamw, params: {lr: 1e-4}}`, or pass one to the Trainer"
+            "no optimizer: add a section such as `optimizer: {type: adamw, params: {lr: 1e-4}}`, or pass one"
         )
     kind, params = config.optimizer.type, config.optimizer.params
-    rate = build_schedule(config)
     if kind.startswith("optax.") or ":" in kind:
-        return _other(kind, params, rate)
+        return _other(config, kind, params)
+    rate = build_schedule(config)
     decay, mask = params["weight_decay"], decay_mask(config)
     if kind in ("adam", "adamw"):
         moments = {"eps": params["eps"], "eps_root": params["eps_root"], "nesterov": params["nesterov"]}
@@ -180,7 +180,7 @@ def decay_mask(config: Config) -> Callable[[Any], Any] | None:
     return mask
 
 
-def _other(kind: str, params: dict[str, Any], rate: float | Schedule) -> optax.GradientTransformation:
+def _other(config: Config, kind: str, params: dict[str, Any]) -> optax.GradientTransformation:
     module, _, name = ("optax", "", kind.removeprefix("optax.")) if kind.startswith("optax.") else kind.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -188,6 +188,7 @@ def _other(kind: str, params: dict[str, Any], rate: float | Schedule) -> optax.G
             factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"optimizer.type = {kind!r}: cannot be imported ({error})") from None
+    rate = build_schedule(config)
     kwargs = {key: value for key, value in params.items() if key not in ("lr", "learning_rate")}
     try:
         return factory(learning_rate=rate, **kwargs)
