@@ -2,7 +2,7 @@
 
 from zinf_jax.plan.placement import PageTiers, PlacementOptions
 from zinf_jax.plan.plan import BudgetItem, Chunk, Plan, Prediction, Span
-from zinf_jax.plan.planner import make_plan
+from zinf_jax.plan.planner import make_plan, plan_evaluation
 from zinf_jax.plan.schedule import Phase, Position, Residency, ValueLife
 from zinf_jax.plan.shape import Hardware, PageShape, StepShape, StreamOptions, Tier, UnitShape
 
@@ -25,4 +25,5 @@ __all__ = [
     "UnitShape",
     "ValueLife",
     "make_plan",
+    "plan_evaluation",
 ]

@@ -67,7 +67,7 @@ class Plan:
       positions, lives: The order of units and the lives of values.
       spans: Frames of everything that is streamed during the passes.
       resident: Arena offset of each (kind, page) that stays there.
-      host_residual_offset: Where the host-tier residuals begin.
+      host_residuals: Arena offset of each (value, micro-batch of its group) that waits in host memory.
       chunks, chunk_elements, chunk_frame_bytes, num_chunk_frames, update_offset: The update.
       arena_bytes: All host memory of the run.
       device_bytes: Planned peak of values, programs and pages on the device.
@@ -85,7 +85,7 @@ class Plan:
     lives: tuple[ValueLife, ...] = dataclasses.field(repr=False)
     spans: tuple[Span, ...] = dataclasses.field(repr=False)
     resident: Mapping[tuple[str, int], int] = dataclasses.field(repr=False)
-    host_residual_offset: int
+    host_residuals: Mapping[tuple[int, int], int] = dataclasses.field(repr=False)
     chunks: tuple[Chunk, ...] = dataclasses.field(repr=False)
     chunk_elements: int
     chunk_frame_bytes: int

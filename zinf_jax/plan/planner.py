@@ -58,6 +58,35 @@ def make_plan(
     return plan
 
 
+def plan_evaluation(shape: StepShape, training: Plan) -> Plan:
+    """Plans forward passes beside a training plan: same tiers and resident places, frames in the passes' region.
+
+    Raises:
+      PlanError: the frames do not fit in the training plan's arena.
+    """
+    positions = schedule.positions_of(shape)
+    lives = schedule.value_lives(shape, positions)
+    streamed = [i for i, t in enumerate(training.tiers) if t.weights is Tier.NVME]
+    base = training.update_offset
+    room = training.arena_bytes - base
+    residencies: tuple[Residency, ...] = ()
+    for lookahead in range(training.options.lookahead, -1, -1):
+        options = dataclasses.replace(training.options, lookahead=lookahead)
+        residencies = schedule.weight_residencies(shape, positions, options, pages=streamed, capacity=0)
+        offsets, needed = schedule.pack(residencies)
+        if needed <= room:
+            break
+    else:
+        raise PlanError(
+            f"evaluating needs {format_bytes(needed)} of frames, training left {format_bytes(room)}: "
+            "raise host_memory or lower max_unit_bytes"
+        )
+    spans = tuple(Span(r, base + offsets[i]) for i, r in enumerate(residencies))
+    return dataclasses.replace(
+        training, shape=shape, options=options, positions=positions, lives=lives, spans=spans, spilled={}, chunks=()
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Builder:
     shape: StepShape
@@ -81,7 +110,7 @@ class _Builder:
             for life in self.lives
             if life.is_residual
             and life.first_backward - life.last_forward > needed
-            and life.value not in self.shape.result_values
+            and life.value not in self.shape.kept_values
         }
 
     def device_peak(self, spilled: frozenset[int], kept: dict[int, int]) -> int:
@@ -96,11 +125,13 @@ class _Builder:
         others = schedule.gradient_residencies(
             shape, self.positions, self.options,
             pages=[i for i, t in enumerate(tiers) if t.gradients is Tier.NVME and shape.pages[i].gradient_bytes],
-        ) + schedule.residual_residencies(shape, self.lives, self.options, spilled=frozenset(spilled))  # fmt: skip
+        ) + schedule.residual_residencies(
+            shape, self.lives, self.options, spilled=frozenset(v for v, t in spilled.items() if t is Tier.NVME)
+        )  # fmt: skip
         chunks, frame_bytes = self._chunks(tiers)
         num_frames = min(self.options.num_chunk_frames, max(len(chunks), 1))
         update_bytes = frame_bytes * num_frames
-        host_residuals = sum(r.num_bytes for r in others if r.key[0] == "residual_out" and spilled[int(r.key[1])] is Tier.HOST)
+        host_residuals, residual_offsets = self._host_residuals(spilled, resident)
         fixed = resident + host_residuals
         weights = schedule.weight_residencies(shape, self.positions, self.options, pages=streamed, capacity=0)
         room = host_budget - fixed - schedule.peak_load(others)
@@ -116,7 +147,7 @@ class _Builder:
         return Plan(
             shape=shape, options=self.options, hardware=self.hardware, tiers=tiers, spilled=dict(spilled),
             positions=self.positions, lives=self.lives, spans=spans, resident=resident_spans,
-            host_residual_offset=resident, chunks=chunks, chunk_elements=self.chunk_elements,
+            host_residuals=residual_offsets, chunks=chunks, chunk_elements=self.chunk_elements,
             chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=base, arena_bytes=arena,
             device_bytes=device, base_rss_bytes=self.base_rss_bytes,
             items=self._items(tiers, resident_spans, host_residuals, stream_bytes, update_bytes, device, weights, others),
@@ -148,12 +179,23 @@ class _Builder:
                     offset += ceil_to(num_bytes, FRAME_ALIGN)
         return offset, spans
 
+    def _host_residuals(self, spilled: dict[int, Tier], base: int) -> tuple[int, dict[tuple[int, int], int]]:
+        """Places of the residuals that wait in host memory: per value and micro-batch of a group."""
+        offset, offsets = 0, {}
+        for value, tier in spilled.items():
+            for micro in range(max(self.shape.group_sizes) if tier is Tier.HOST else 0):
+                offsets[(value, micro)] = base + offset
+                offset += ceil_to(self.shape.value_bytes[value], FRAME_ALIGN)
+        return offset, offsets
+
     def _chunks(self, tiers: Sequence[PageTiers]) -> tuple[tuple[Chunk, ...], int]:
         """The update's chunks in page order, and the bytes of a frame that holds any of them."""
         weights_itemsize, record_itemsize, gradient_itemsize = self.itemsizes
         chunks, frame = [], 0
         for index, page in enumerate(self.shape.pages):
-            if not page.gradient_bytes:
+            if not page.gradient_bytes:  # not trained: passes through frames at the start and in checkpoints only
+                if tiers[index].weights is Tier.NVME:
+                    frame = max(frame, min(page.weights_bytes, self.chunk_elements * page.weights_bytes // page.num_elements))
                 continue
             per_element = (
                 weights_itemsize * (tiers[index].weights is Tier.NVME)

@@ -299,7 +299,7 @@ def device_peak(
     for life in lives:
         micros = shape.group_sizes[life.group]
         num_bytes = shape.value_bytes[life.value] * micros
-        if life.value in shape.result_values:
+        if life.value in shape.kept_values:
             _add(load, life.made, len(load), num_bytes)
         elif not life.is_residual:
             _add(load, life.made, life.last_forward + hold, num_bytes)

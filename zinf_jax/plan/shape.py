@@ -62,7 +62,7 @@ class StepShape:
       backward: Unit indices in the order in which their backward runs. Empty for evaluation.
       value_bytes: Device bytes of each value, one micro-batch.
       outer_values: Values that are there from the start and stay (batch, state, rng).
-      result_values: Values that must be there at the end.
+      kept_values: Values that must be there at the end, or cannot leave the device (typed PRNG keys).
       group_sizes: Micro-batches per group, in order; one group in the usual layer-major step.
       turn: The last unit's forward and backward run as one program.
     """
@@ -72,7 +72,7 @@ class StepShape:
     backward: tuple[int, ...]
     value_bytes: tuple[int, ...]
     outer_values: frozenset[int]
-    result_values: frozenset[int]
+    kept_values: frozenset[int]
     group_sizes: tuple[int, ...]
     turn: bool
 

@@ -1,0 +1,316 @@
+"""A run's machinery, put together: from a cut graph and budgets to arena, store, executor and updater.
+
+Everything is created once, in an order in which what cannot work fails early: cut, lay out, compile, plan (refuses what
+does not fit), then memory, then disk space, then parameters page by page.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import aio_ffi
+from zinf_jax.graph import cut_function
+from zinf_jax.graph.types import UnitGraph, ValueId
+
+from zinf_jax.plan import Hardware, PageShape, Plan, PlacementOptions, StepShape, StreamOptions, Tier, UnitShape, make_plan
+from zinf_jax.stream.chunks import OPTIMIZER, ChunkIO
+from zinf_jax.stream.contents import Contents
+from zinf_jax.stream.executor import Executor
+from zinf_jax.stream.gradients import GRADIENTS, GradientCollector
+from zinf_jax.stream.pager import WEIGHTS, Pager
+from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, bind, can_turn
+from zinf_jax.stream.records import RecordFormat
+from zinf_jax.stream.residuals import RESIDUALS, ResidualStore, residual_slots
+from zinf_jax.stream.stats import Counters, rss_bytes
+from zinf_jax.stream.updates import Updater
+from zinf_jax.tier import FrameArena, FrameSpan, Layout, LayoutOptions, PageStore, Topology, build_layout
+from zinf_jax.units import ceil_to
+
+SECTOR = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How a run is streamed; see the owners of the parts."""
+
+    placement: PlacementOptions = PlacementOptions()
+    stream: StreamOptions = StreamOptions()
+    layout: LayoutOptions = LayoutOptions()
+    aio: aio_ffi.EngineOptions = aio_ffi.EngineOptions()
+    max_unit_bytes: int = 1 << 30
+    device_memory: int | None = None
+    host_memory: int | None = None
+    lock: str | bool = "auto"
+    num_threads: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """A loss function, cut, compiled and described for the planner.
+
+    Attributes:
+      graph, executables: What to run.
+      shape: What the planner sees.
+      value_shardings: Of every value.
+      weight_value: The value that weights micro-batches, or None.
+      state_values: (outer input, result) pairs.
+    """
+
+    graph: UnitGraph
+    executables: tuple[UnitExecutables, ...]
+    shape: StepShape
+    value_shardings: Mapping[ValueId, Any]
+    weight_value: ValueId | None
+    state_values: tuple[tuple[ValueId, ValueId], ...]
+
+
+def shared_leaves(graph: UnitGraph) -> frozenset[int]:
+    """Leaves of which a piece is read by more than one unit (tied embeddings): they have pages of their own."""
+    seen: set[Any] = set()
+    shared = set()
+    for unit in graph.units:
+        for piece in set(unit.pieces):
+            if piece in seen:
+                shared.add(piece.leaf)
+            seen.add(piece)
+    return frozenset(shared)
+
+
+def make_layout(graph: UnitGraph, topology: Topology, options: LayoutOptions) -> Layout:
+    return build_layout(
+        graph.leaves, options,
+        num_ranks=topology.num_ranks, axis_sizes=topology.axis_sizes, shared=shared_leaves(graph),
+    )  # fmt: skip
+
+
+def page_shapes(layout: Layout, record: RecordFormat, gradient_dtype: np.dtype) -> tuple[PageShape, ...]:
+    return tuple(
+        PageShape(
+            page.name,
+            page.num_bytes,
+            page.num_elements * record.itemsize if page.trainable else 0,
+            page.num_elements * gradient_dtype.itemsize if page.trainable else 0,
+            page.num_elements,
+        )
+        for page in layout.pages
+    )
+
+
+def step_program(
+    graph: UnitGraph,
+    layout: Layout,
+    topology: Topology,
+    record: RecordFormat,
+    *,
+    gradient_dtype: np.dtype,
+    outer_shardings: Mapping[ValueId, Any],
+    group_sizes: tuple[int, ...],
+    weight_value: ValueId | None = None,
+    state_values: Sequence[tuple[ValueId, ValueId]] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> StepProgram:
+    """Compiles a graph and describes it for the planner."""
+    weighted = weight_value is not None and sum(group_sizes) > 1
+    turn = can_turn(graph) and not weighted
+    compiler = UnitCompiler(graph, layout, topology, gradient_dtype=gradient_dtype)
+    executables = compiler.compile_all(outer_shardings, turn=turn, progress=progress)
+    ways = len(topology.mesh.local_devices)
+
+    def value_bytes(value: ValueId) -> int:
+        aval, sharding = graph.values[value], compiler.value_shardings.get(value, topology.replicated)
+        shard = sharding.shard_shape(tuple(aval.shape))
+        return int(np.prod(shard, dtype=np.int64)) * aval.dtype.itemsize * ways
+
+    units = []
+    for unit, exe in zip(graph.units, executables, strict=True):
+        diff = graph.programs[unit.program].diff_pieces
+        wanted = [p for p, d in zip(unit.pieces, diff, strict=True) if d] if unit.index in graph.backward else []
+        last = exe.turn or exe.backward
+        units.append(
+            UnitShape(
+                unit.name, exe.binding.pages, tuple(dict.fromkeys(layout.where[p][0] for p in wanted)),
+                unit.inputs, unit.outputs, exe.forward.num_bytes, last.num_bytes if last else 0, unit.flops,
+            )
+        )  # fmt: skip
+    keys = {i for i, aval in enumerate(graph.values) if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)}
+    shape = StepShape(
+        pages=page_shapes(layout, record, gradient_dtype),
+        units=tuple(units),
+        backward=graph.backward,
+        value_bytes=tuple(value_bytes(v) for v in range(len(graph.values))),
+        outer_values=frozenset(graph.outer_inputs),
+        kept_values=frozenset(graph.results) | keys,
+        group_sizes=group_sizes,
+        turn=turn,
+    )
+    return StepProgram(
+        graph, executables, shape, dict(compiler.value_shardings), weight_value, tuple(state_values)
+    )
+
+
+def hardware_of(topology: Topology, options: EngineOptions) -> Hardware:
+    """Budgets: as given, else what the machine has free."""
+    available = available_host_bytes()
+    device = topology.mesh.local_devices[0]
+    stats = None if topology.aliases else device.memory_stats()
+    per_device = (stats or {}).get("bytes_limit", available)
+    ways = 1 if topology.aliases else len(topology.mesh.local_devices)
+    return Hardware(
+        device_memory=options.device_memory * len(topology.mesh.local_devices)
+        if options.device_memory is not None
+        else per_device * ways,
+        host_memory=options.host_memory if options.host_memory is not None else available * 4 // 5,
+        aliases=topology.aliases,
+    )
+
+
+def available_host_bytes() -> int:
+    """MemAvailable, or what the cgroup still allows if that is less."""
+    available = 1 << 40
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/sys/fs/cgroup/memory.current")
+    try:
+        text = limit.read_text().strip()
+        if text != "max":
+            available = min(available, max(0, int(text) - int(used.read_text())))
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+class StreamEngine:
+    """Owns the arena, the store and everything that moves bytes between them for one run.
+
+    Args:
+      program: The training step.
+      layout: The pages.
+      topology: The mesh.
+      record: How optimizer state is stored.
+      gradient_dtype: The same on every tier.
+      options: Budgets and sizes.
+      slot_init: Initial value of each optimizer slot.
+      directory: For the files of the NVMe tier.
+      reuse: The files are there already and hold the state.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        layout: Layout,
+        topology: Topology,
+        record: RecordFormat,
+        gradient_dtype: np.dtype,
+        options: EngineOptions,
+        slot_init: Sequence[float],
+        directory: pathlib.Path,
+        *,
+        reuse: bool = False,
+    ) -> None:
+        self.program, self.layout, self.topology, self.record = program, layout, topology, record
+        self.options = options
+        self.counters = Counters()
+        self.plan = make_plan(
+            program.shape, hardware_of(topology, options), options.placement, options.stream,
+            weights_itemsize=_trained_itemsize(layout), record_itemsize=record.itemsize,
+            gradient_itemsize=gradient_dtype.itemsize, base_rss_bytes=rss_bytes(),
+        )  # fmt: skip
+        self.arena = FrameArena(self.plan.arena_bytes, lock=options.lock)
+        self.offsets, sizes, sparse = _file_layout(self.plan)
+        try:
+            self.store = PageStore(directory, sizes, options.aio, reuse=reuse, sparse=sparse)
+        except BaseException:
+            self.arena.close()
+            raise
+        self._wire(gradient_dtype, slot_init)
+
+    def _wire(self, gradient_dtype: np.dtype, slot_init: Sequence[float]) -> None:
+        plan, layout, program = self.plan, self.layout, self.program
+        resident = {
+            page: FrameSpan(offset, layout.pages[page].num_bytes)
+            for (kind, page), offset in plan.resident.items()
+            if kind == WEIGHTS
+        }
+        self.pager = Pager(
+            layout, self.topology, self.arena, self.store, self.offsets[WEIGHTS], resident, self.counters
+        )
+        self.gradients = GradientCollector(
+            program.graph, layout, plan, gradient_dtype, self.arena, self.store, self.offsets[GRADIENTS], self.counters
+        )
+        residuals = ResidualStore(
+            program.graph, plan, self.arena, self.store, program.value_shardings, self.counters
+        )
+        self.io = ChunkIO(
+            layout, plan, self.record, gradient_dtype, self.arena, self.store, self.pager, self.gradients,
+            self.offsets, self.counters,
+        )  # fmt: skip
+        self.updater = Updater(
+            layout, plan, self.record, self.io, self.gradients, self.counters, num_threads=self.options.num_threads
+        )
+        self.contents = Contents(
+            layout, plan, self.record, self.io, dict(self.topology.axis_sizes), slot_init
+        )
+        self.executor = Executor(
+            program.graph, plan, program.executables, device_operands(program.graph, self.topology), self.pager,
+            self.gradients, residuals, self.counters,
+            weight_value=program.weight_value, state_values=program.state_values,
+        )  # fmt: skip
+
+    def close(self, *, delete: bool = False) -> None:
+        """Ends all transfers and gives memory back. With `delete`, removes the files too."""
+        if delete:
+            self.store.delete()
+        else:
+            self.store.close()
+        self.arena.close()
+
+
+def device_operands(graph: UnitGraph, topology: Topology) -> list[Any]:
+    return [jax.device_put(operand, topology.replicated) for operand in graph.operands]
+
+
+def _trained_itemsize(layout: Layout) -> int:
+    return max((page.dtype.itemsize for page in layout.pages if page.trainable), default=4)
+
+
+def _file_layout(plan: Plan) -> tuple[dict[str, dict[int, int]], dict[str, int], frozenset[str]]:
+    """Offsets of pages per kind, file sizes, and which files only grow (kinds of which no page lives on NVMe)."""
+    offsets: dict[str, dict[int, int]] = {}
+    sizes: dict[str, int] = {}
+    sparse = set()
+    for kind, attribute in ((WEIGHTS, "weights_bytes"), (OPTIMIZER, "record_bytes"), (GRADIENTS, "gradient_bytes")):
+        offset, table = 0, {}
+        for index, page in enumerate(plan.shape.pages):
+            table[index] = offset
+            num_bytes = getattr(page, attribute)
+            on_nvme = getattr(plan.tiers[index], kind) is Tier.NVME
+            if kind != GRADIENTS or on_nvme:
+                offset += ceil_to(num_bytes, SECTOR)
+        offsets[kind], sizes[kind] = table, offset
+        if not any(getattr(t, kind) is Tier.NVME for t in plan.tiers):
+            sparse.add(kind)
+    slots = residual_slots(plan)
+    if slots:
+        last = max(slots, key=slots.__getitem__)
+        sizes[RESIDUALS] = slots[last] + ceil_to(plan.shape.value_bytes[last[0]], SECTOR)
+    return offsets, sizes, frozenset(sparse)
+
+
+__all__ = [
+    "EngineOptions",
+    "StepProgram",
+    "StreamEngine",
+    "available_host_bytes",
+    "bind",
+    "cut_function",
+    "hardware_of",
+    "make_layout",
+    "step_program",
+]
+

@@ -1,0 +1,272 @@
+"""The passes over the units: one compiled program after the other, with every transfer running ahead of it.
+
+Guarantees:
+  * Only the main thread dispatches programs, in schedule order. At most `max_in_flight` are dispatched before the
+    oldest one's outputs are ready; whatever happens at the end of a program (its gradients leave, its residuals are
+    spilled, its pages' frames become free) happens then, in order.
+  * Micro-batches run inside the loop over units: a page is fetched once per pass, a unit's gradient is summed on
+    the device, in micro-batch order, and leaves once.
+  * The executor decides nothing: order, tiers, places and times are the plan's.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf_jax.graph.types import UnitGraph, ValueId
+from zinf_jax.plan import Phase, Plan, Position
+from zinf_jax.stream.gradients import GradientCollector
+from zinf_jax.stream.pager import Pager
+from zinf_jax.stream.programs import UnitExecutables
+from zinf_jax.stream.residuals import ResidualStore
+from zinf_jax.stream.stats import Counters
+
+Key = tuple[ValueId, int]  # value, micro-batch
+
+
+@dataclasses.dataclass
+class _InFlight:
+    """A dispatched program: what to wait for, and what to do then."""
+
+    outputs: Any
+    retire: Callable[[], None]
+
+
+class Executor:
+    """Runs the passes of one graph.
+
+    Args:
+      graph, plan, executables: What to run.
+      operands: The graph's operands on the devices.
+      pager, gradients, residuals: Where bytes are; the last two are None for evaluation.
+      weight_value: The value by which micro-batches are weighted, if any.
+      state_values: (outer input, result) pairs: a micro-batch's result is the next one's input.
+      counters: Told about waits.
+    """
+
+    def __init__(
+        self,
+        graph: UnitGraph,
+        plan: Plan,
+        executables: Sequence[UnitExecutables],
+        operands: Sequence[Any],
+        pager: Pager,
+        gradients: GradientCollector | None,
+        residuals: ResidualStore | None,
+        counters: Counters,
+        *,
+        weight_value: ValueId | None = None,
+        state_values: Sequence[tuple[ValueId, ValueId]] = (),
+    ) -> None:
+        self._graph = graph
+        self._plan = plan
+        self._executables = executables
+        self._operands = operands
+        self._pager = pager
+        self._gradients = gradients
+        self._residuals = residuals
+        self._counters = counters
+        self._weight_value = weight_value
+        self._state_values = tuple(state_values)
+        self._sum = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
+        self._add = jax.jit(jnp.add, donate_argnums=0)
+        self.weight_unit = 1.0
+        self._values: dict[Key, Any] = {}
+        self._cotangents: dict[Key, Any] = {}
+        self._totals: dict[int, list[Any]] = {}
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        sizes = plan.shape.group_sizes
+        starts = [sum(sizes[:g]) for g in range(len(sizes))]
+        self._micros = [range(s, s + n) for s, n in zip(starts, sizes, strict=True)]
+        self._last_reads = self._find_last_reads()
+        self._spill_at = self._find_spills()
+
+    def run(self, outer: Sequence[Mapping[ValueId, Any]], seed: float = 1.0) -> list[list[Any]]:
+        """Runs all passes.
+
+        Args:
+          outer: Per micro-batch, its outer inputs on the devices. State inputs are needed for the first only.
+          seed: The loss scale.
+
+        Returns:
+          Per micro-batch, the graph's results, ready.
+        """
+        self._values = {(v, m): x for m, inputs in enumerate(outer) for v, x in inputs.items()}
+        self._loss_scale = np.float32(seed)
+        self.weight_unit = 1.0
+        self._pager.begin(self._plan)
+        if self._gradients is not None:
+            self._gradients.begin()
+        try:
+            for position in self._plan.positions:
+                self._run_position(position)
+            self._drain(0)
+            self._pager.finish()
+            if self._residuals is not None:
+                self._residuals.finish()
+            results = [[self._values[(v, m)] for v in self._graph.results] for m in range(len(outer))]
+            return jax.block_until_ready(results)
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            self._values, self._cotangents, self._totals = {}, {}, {}
+
+    def _abort(self) -> None:
+        for program in self._in_flight:
+            jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
+        self._in_flight.clear()
+        self._pager.abort()
+        if self._gradients is not None:
+            self._gradients.abort()
+        if self._residuals is not None:
+            self._residuals.abort()
+
+    def _run_position(self, position: Position) -> None:
+        self._drain(self._plan.options.max_in_flight - 1)
+        self._release(position.index)
+        self._pager.issue(position.index)
+        if self._residuals is not None:
+            self._residuals.issue(position.index)
+        executables = self._executables[position.unit]
+        pages = [self._pager.acquire(page) for page in executables.binding.pages]
+        for micro in self._micros[position.group]:
+            self._drain(self._plan.options.max_in_flight - 1)
+            if position.phase is Phase.FORWARD:
+                self._forward(position, micro, executables, pages)
+            else:
+                self._backward(position, micro, executables, pages)
+        if position.index + 1 < len(self._plan.positions) and self._plan.options.lookahead:
+            following = self._plan.positions[position.index + 1]
+            for page in self._executables[following.unit].binding.pages:
+                self._pager.prepare(page)
+
+    def _release(self, position: int) -> None:
+        """Frees all frames whose time ends here, before any is taken: the plan may give their place away at once."""
+        self._pager.release(position)
+        if self._gradients is not None:
+            self._gradients.release(position)
+        if self._residuals is not None:
+            self._residuals.release(position)
+
+    def _drain(self, leave: int) -> None:
+        """Retires programs, oldest first, until at most `leave` are in flight."""
+        while len(self._in_flight) > leave:
+            program = self._in_flight.popleft()
+            with self._counters.timed("device_wait_s"):
+                # A deleted array was given to a later program to add to: that one is waited for in its turn.
+                jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
+            program.retire()
+
+    def _inputs(self, position: Position, micro: int) -> list[Any]:
+        unit = self._graph.units[position.unit]
+        arrays = []
+        for value in unit.inputs:
+            key = (value, micro)
+            if key not in self._values and self._residuals is not None and self._residuals.spills(value):
+                self._values[key] = self._residuals.get(value, micro)
+            arrays.append(self._values[key] if key in self._values else self._state_input(value, micro))
+        return arrays
+
+    def _state_input(self, value: ValueId, micro: int) -> Any:
+        """`state` passes from micro-batch to micro-batch: the input of one is the result of the one before."""
+        result = dict(self._state_values)[value]
+        self._values[(value, micro)] = self._values[(result, micro - 1)]
+        return self._values[(value, micro)]
+
+    def _forward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
+        unit = self._graph.units[position.unit]
+        operands = [self._operands[i] for i in unit.operands]
+        outputs = executables.forward.call(pages, self._inputs(position, micro), operands)
+        self._keep(unit.outputs, micro, outputs)
+        self._in_flight.append(_InFlight(outputs, lambda: self._retire(position, micro)))
+
+    def _backward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
+        unit = self._graph.units[position.unit]
+        program = self._graph.programs[unit.program]
+        operands = [self._operands[i] for i in unit.operands]
+        inputs = self._inputs(position, micro)
+        if position.phase is Phase.TURN:
+            assert executables.turn is not None
+            outputs, rows, back = executables.turn.call(pages, inputs, operands, self._loss_scale)
+            self._keep(unit.outputs, micro, outputs)
+        else:
+            assert executables.backward is not None
+            cotangents = [
+                self._take_cotangent(value, micro)
+                for value, diff in zip(unit.outputs, program.diff_outputs, strict=True)
+                if diff
+            ]
+            rows, back = executables.backward.call(pages, inputs, operands, cotangents)
+        targets = [value for value, diff in zip(unit.inputs, program.diff_inputs, strict=True) if diff]
+        for value, cotangent in zip(targets, back, strict=True):
+            key = (value, micro)
+            old = self._cotangents.get(key)
+            self._cotangents[key] = cotangent if old is None else self._add(old, cotangent)
+        total = self._totals.pop(position.unit, None)
+        if rows:
+            self._totals[position.unit] = rows if total is None else self._sum(total, rows)
+        last = micro == self._micros[position.group][-1]
+        waits = (self._totals.get(position.unit, ()), [self._cotangents[(v, micro)] for v in targets])
+        if last:
+            self._totals.pop(position.unit, None)
+        self._in_flight.append(
+            _InFlight(waits, lambda: self._retire(position, micro, waits[0] if last and rows else ()))
+        )
+
+    def _take_cotangent(self, value: ValueId, micro: int) -> Any:
+        if value == self._graph.loss and (value, micro) not in self._cotangents:
+            return self._seed(micro)
+        return self._cotangents.pop((value, micro))
+
+    def _seed(self, micro: int) -> np.ndarray:
+        """The cotangent of a micro-batch's loss: the loss scale, times its weight over the mean weight of the first
+        group (so that fp16 does not overflow on token counts). The caller divides by the sum of these weights."""
+        seed = self._loss_scale
+        if self._weight_value is not None and self._plan.shape.num_micro_batches > 1:
+            weights = [float(self._values[(self._weight_value, m)]) for m in self._micros[0]]
+            self.weight_unit = sum(weights) / len(weights) or 1.0
+            seed = np.float32(seed * np.float32(float(self._values[(self._weight_value, micro)]) / self.weight_unit))
+        return np.asarray(seed).astype(self._graph.values[self._graph.loss].dtype)
+
+    def _keep(self, values: Sequence[ValueId], micro: int, arrays: Sequence[Any]) -> None:
+        for value, array in zip(values, arrays, strict=True):
+            self._values[(value, micro)] = array
+
+    def _retire(self, position: Position, micro: int, rows: Sequence[Any] = ()) -> None:
+        """The program is done: gradients leave, values that nobody reads any more are dropped, residuals spilled."""
+        if rows:
+            assert self._gradients is not None
+            unit = self._graph.units[position.unit]
+            diff = self._graph.programs[unit.program].diff_pieces
+            pieces = [piece for piece, wanted in zip(unit.pieces, diff, strict=True) if wanted]
+            for piece, array in zip(pieces, rows, strict=True):
+                self._gradients.add(piece, array)
+        for value in self._spill_at.get(position.index, ()):
+            assert self._residuals is not None
+            self._residuals.put(value, micro, self._values.pop((value, micro)))
+        for value in self._last_reads.get(position.index, ()):
+            self._values.pop((value, micro), None)
+
+    def _find_last_reads(self) -> dict[int, list[ValueId]]:
+        """Position -> values that are dead after it."""
+        kept = self._plan.shape.kept_values | {result for _, result in self._state_values}
+        dead: dict[int, list[ValueId]] = {}
+        for life in self._plan.lives:
+            if life.value not in kept:
+                last = life.last_backward if life.is_residual else life.last_forward
+                dead.setdefault(last, []).append(life.value)
+        return dead
+
+    def _find_spills(self) -> dict[int, list[ValueId]]:
+        """Position -> residuals that leave the device after it."""
+        leave: dict[int, list[ValueId]] = {}
+        for life in self._plan.lives:
+            if life.value in self._plan.spilled:
+                leave.setdefault(life.last_forward, []).append(life.value)
+        return leave

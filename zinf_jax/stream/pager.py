@@ -1,0 +1,170 @@
+"""The pager: the only owner of residency and of the transfers of weights.
+
+Guarantees:
+  * It follows the plan's residencies and decides nothing. A page that a unit needs is in a frame or on its way; if not,
+    the plan is wrong and an assertion says so.
+  * `release(t)` is called when everything up to position t - max_in_flight is done: frames whose residency ends
+    at t are then nobody's, and may be filled anew.
+  * A handle lives as long as its residency. Handles of resident pages live until `invalidate`, which the update calls
+    before it changes their bytes: no handle outlives a change.
+Only the main thread calls it.
+"""
+
+import contextlib
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from zinf_jax.plan import Plan, Span
+from zinf_jax.stream.stats import Counters
+from zinf_jax.tier import FrameArena, FrameSpan, Layout, Page, PageStore, PendingIO, Topology, put_rows
+
+WEIGHTS = "weights"
+
+
+def page_rows(page: Page, frame: np.ndarray) -> np.ndarray:
+    """A frame's bytes (uint8) as the page's array `[num_tp, num_ranks, row_size]`."""
+    return frame.view(page.dtype).reshape(page.shape)
+
+
+class Pager:
+    """Weights of one run.
+
+    Args:
+      layout: The pages.
+      topology: Where they go.
+      arena: Holds the frames.
+      store: The NVMe tier.
+      offsets: Of each page in the store's weights file.
+      resident: Arena spans of the pages that are always there.
+      counters: Told about hits, fetches and stalls.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        topology: Topology,
+        arena: FrameArena,
+        store: PageStore | None,
+        offsets: Mapping[int, int],
+        resident: Mapping[int, FrameSpan],
+        counters: Counters,
+    ) -> None:
+        self._layout = layout
+        self._topology = topology
+        self._arena = arena
+        self._store = store
+        self._offsets = offsets
+        self._resident = dict(resident)
+        self._counters = counters
+        self._plan: Plan | None = None
+        self._spans: dict[int, Span] = {}  # what is in a frame or on its way, by page
+        self._reads: dict[int, PendingIO] = {}
+        self._handles: dict[int, jax.Array] = {}
+        self._ends: dict[int, list[Span]] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """Starts the passes of a plan: nothing streamed is in a frame."""
+        assert not self._spans, self._spans
+        self._plan = plan
+        self._ends = {}
+        for spans in plan.fetches.values():
+            for span in spans:
+                self._ends.setdefault(span.residency.end, []).append(span)
+
+    def release(self, position: int) -> None:
+        """Drops what ends at `position`."""
+        for span in self._ends.pop(position, ()):
+            self._drop(span)
+
+    def issue(self, position: int) -> None:
+        """Issues the reads that start at `position`."""
+        assert self._plan is not None
+        for span in self._plan.fetches.get(position, ()):
+            self._issue(span)
+
+    def finish(self) -> None:
+        """Ends the passes: drops everything that is streamed."""
+        for span in list(self._spans.values()):
+            self._drop(span)
+        self._plan = None
+
+    def abort(self) -> None:
+        """After an error: waits for what is in flight, so that no transfer touches a frame later."""
+        for read in self._reads.values():
+            with contextlib.suppress(OSError):
+                read.wait()
+        self._reads.clear()
+        self.finish()
+
+    def acquire(self, page_index: int) -> jax.Array:
+        """The page on its devices, `[num_tp, num_ranks, row_size]`. Waits for its read.
+
+        Raises:
+          StoreError: the read failed.
+        """
+        page = self._layout.pages[page_index]
+        span = self._resident.get(page_index)
+        if span is None:
+            assert page_index in self._spans, f"page {page.name!r} is used but was not planned to be fetched"
+            span = FrameSpan(self._spans[page_index].offset, page.num_bytes)
+            read = self._reads.pop(page_index, None)
+            if read is not None:
+                if not read.done():
+                    with self._counters.timed("read_stall_s"):
+                        read.wait()
+                else:
+                    read.wait()
+        self._counters.add("fetch_hits")
+        if page_index not in self._handles:
+            rows = page_rows(page, self._arena.view(span))
+            sharding = self._topology.weights_sharding(page, self._layout.leaves)
+            self._handles[page_index] = put_rows(rows, sharding)
+            if not self._topology.aliases:
+                self._counters.add("h2d_bytes", page.num_bytes)
+        return self._handles[page_index]
+
+    def prepare(self, page_index: int) -> None:
+        """Starts the copy to the device if the page's bytes are there already: it then overlaps with compute."""
+        read = self._reads.get(page_index)
+        there = page_index in self._resident or page_index in self._spans
+        if there and (read is None or read.done()):
+            self.acquire(page_index)
+
+    def resident_frame(self, page_index: int) -> np.ndarray | None:
+        """Bytes of a page that is always there (uint8), or None. The update works on them in place."""
+        span = self._resident.get(page_index)
+        return None if span is None else self._arena.view(span)
+
+    def invalidate(self, page_index: int) -> None:
+        """The page's bytes are about to change: forgets its handle."""
+        self._handles.pop(page_index, None)
+
+    def pinned_host(self, page_index: int) -> jax.Array:
+        """A resident page as an array of memory kind `pinned_host` over its frame (no copy on the CPU backend)."""
+        page = self._layout.pages[page_index]
+        frame = self.resident_frame(page_index)
+        assert frame is not None, f"page {page.name!r} is not resident"
+        sharding = self._topology.weights_sharding(page, self._layout.leaves).with_memory_kind("pinned_host")
+        return put_rows(page_rows(page, frame), sharding)
+
+    def _issue(self, span: Span) -> None:
+        page_index = int(span.residency.key[1])
+        page = self._layout.pages[page_index]
+        assert page_index not in self._spans and self._store is not None
+        frame = self._arena.lease(FrameSpan(span.offset, page.num_bytes), f"weights of {page.name}")
+        self._spans[page_index] = span
+        self._reads[page_index] = self._store.read(WEIGHTS, self._offsets[page_index], frame, page.name)
+        self._counters.add("fetches")
+
+    def _drop(self, span: Span) -> None:
+        page_index = int(span.residency.key[1])
+        read = self._reads.pop(page_index, None)
+        if read is not None:
+            read.wait()
+        self._handles.pop(page_index, None)
+        del self._spans[page_index]
+        self._arena.release(FrameSpan(span.offset, self._layout.pages[page_index].num_bytes))
+
+

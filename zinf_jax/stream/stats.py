@@ -1,0 +1,99 @@
+"""What a run measured: mutable counters with one owner, and the immutable record that callers see."""
+
+import dataclasses
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Figures of the last step and of the whole run. Bytes and seconds.
+
+    Attributes:
+      num_steps: Steps run, skipped ones included.
+      step_time_s, pass_time_s, update_time_s: Of the last step: all, passes over the units, update.
+      read_stall_s: Waited for a read that was not complete when a program needed it.
+      write_stall_s: Waited for a write before its frame could be used again.
+      device_wait_s: Waited for the device: compute that transfers are hidden behind.
+      host_work_s: Gradient copies, norms and fused updates on the host.
+      fetch_hits: Uses of a page that was in a frame, or on its way, when it was needed.
+      fetch_misses: Uses of a page that nobody had planned to fetch. Always 0.
+      fetches: Reads of weight pages.
+      nvme_bytes_read, nvme_bytes_written: By the I/O engine, last step.
+      h2d_bytes, d2h_bytes: Moved between host and device, last step; on the CPU backend only what was copied.
+      total_*: The same since the start.
+      peak_host_bytes: Most arena bytes leased at once (resident ones included).
+      peak_device_bytes: Most bytes of device arrays seen alive, plus the largest program's temporaries.
+      peak_rss_bytes: Of the process (VmHWM).
+    """
+
+    num_steps: int = 0
+    step_time_s: float = 0.0
+    pass_time_s: float = 0.0
+    update_time_s: float = 0.0
+    read_stall_s: float = 0.0
+    write_stall_s: float = 0.0
+    device_wait_s: float = 0.0
+    host_work_s: float = 0.0
+    fetch_hits: int = 0
+    fetch_misses: int = 0
+    fetches: int = 0
+    nvme_bytes_read: int = 0
+    nvme_bytes_written: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    total_time_s: float = 0.0
+    total_nvme_bytes_read: int = 0
+    total_nvme_bytes_written: int = 0
+    total_read_stall_s: float = 0.0
+    total_write_stall_s: float = 0.0
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+    peak_rss_bytes: int = 0
+
+
+class Counters:
+    """Adds up during a step. Main thread only."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.peak_device_bytes = 0
+
+    def add(self, name: str, amount: float = 1) -> None:
+        self.values[name] = self.values.get(name, 0) + amount
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def take(self) -> dict[str, float]:
+        """The counts since the last call."""
+        values, self.values = self.values, {}
+        return values
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM of this process: can be reset through /proc/self/clear_refs, unlike ru_maxrss."""
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rss_bytes() -> int:
+    """Resident bytes now."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak_rss_bytes()

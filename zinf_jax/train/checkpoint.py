@@ -1,0 +1,313 @@
+"""Checkpoints and resuming in place: the bytes of all pages, and one manifest that says what they are.
+
+    CHECKPOINT/run.json        written last: a directory without it is not a checkpoint
+    CHECKPOINT/weights.pages   the pages' weights, as on the NVMe tier
+    CHECKPOINT/optimizer.pages their records
+
+Guarantees: a checkpoint appears whole or not at all (built beside, synced, renamed); it holds weights, masters, optimizer
+slots, step, rng, loss scale, `state` and `user_state`, all of one step; no pickle. Saving and loading stream through the
+chunk frames.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import os
+import pathlib
+import platform
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from zinf_jax.errors import ConfigError, ResumeError
+from zinf_jax.optim import kernels
+from zinf_jax.plan import Chunk
+from zinf_jax.stream.chunks import OPTIMIZER, ChunkFrame
+from zinf_jax.stream.engine import EngineOptions, StreamEngine
+from zinf_jax.stream.pager import WEIGHTS
+from zinf_jax.tier import Page, PageStore, Topology
+from zinf_jax.train.rundir import read_manifest, sync_directory, write_json
+
+FORMAT = 1
+CHECKPOINTS = "checkpoints"
+
+
+def fingerprint() -> dict[str, Any]:
+    """What the bits of a run depend on beside its inputs."""
+    return {
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "backend": jax.default_backend(),
+        "num_devices": jax.device_count(),
+        "machine": platform.machine(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "kernels": kernels.variant(),
+    }
+
+
+def manifest(
+    engine: StreamEngine,
+    *,
+    status: str,
+    run_id: str,
+    step: int,
+    num_skipped: int,
+    rng: Any,
+    state: Any,
+    user_state: Any,
+    slots: tuple[str, ...],
+    scale: Any,
+    directory: str,
+) -> dict[str, Any]:
+    """All that a resume needs beside the pages' bytes, as JSON values."""
+    return {
+        "format": FORMAT,
+        "status": status,
+        "run_id": run_id,
+        "step": step,
+        "num_skipped": num_skipped,
+        "rng": encode_rng(rng),
+        "state": None if state is None else encode_state(state),
+        "user_state": user_state,
+        "loss_scale": scale,
+        "slots": list(slots),
+        "weights_dtype": str(engine.record.weights),
+        "chunk_elements": engine.plan.chunk_elements,
+        "files": {kind: engine.store.sizes[kind] for kind in (WEIGHTS, OPTIMIZER)},
+        "directory": directory,
+        "layout": engine.layout.to_json(),
+        "fingerprint": fingerprint(),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Something to resume from.
+
+    Attributes:
+      path: The checkpoint, or the run directory itself.
+      manifest: Its manifest.
+      in_place: The run directory's own pages go on to be used.
+    """
+
+    path: pathlib.Path
+    manifest: dict[str, Any]
+    in_place: bool
+
+    @property
+    def directory(self) -> pathlib.Path:
+        return pathlib.Path(self.manifest["directory"]) if self.in_place else self.path
+
+    def layout_and_options(
+        self, options: EngineOptions, topology: Topology
+    ) -> tuple[Mapping[str, Any], EngineOptions]:
+        """The stored layout, and options whose chunks are the stored ones.
+
+        Raises:
+          ResumeError: the pages were split for another mesh.
+        """
+        layout = self.manifest["layout"]
+        ranks = {page["shape"][1] for page in layout["pages"]}
+        if ranks != {topology.num_ranks}:
+            raise ResumeError(
+                f"{self.path} was saved on {ranks.pop()} fsdp ranks, this mesh has {topology.num_ranks}: "
+                "resume on a mesh of the same size"
+            )
+        found, stored = fingerprint(), self.manifest["fingerprint"]
+        changed = [f"{k}: {stored[k]!r} -> {found[k]!r}" for k in found if stored.get(k) != found[k]]
+        if changed:
+            warnings.warn("resuming in another environment, bits may differ: " + "; ".join(changed), stacklevel=4)
+        return layout, options
+
+
+def find_latest(run_dir: pathlib.Path) -> Source | None:
+    """What `resume="auto"` takes: the run directory at rest, else its newest checkpoint, else nothing (a new run).
+
+    Raises:
+      ResumeError: the run was interrupted and has no checkpoint.
+    """
+    own = read_manifest(run_dir)
+    if own is not None and own["status"] == "closed":
+        return Source(run_dir, own, in_place=True)
+    saved = [
+        (m["step"], path)
+        for path in (run_dir / CHECKPOINTS).glob("*")
+        if not path.name.startswith(".") and (m := read_manifest(path)) is not None
+    ]
+    if saved:
+        return open_source(max(saved)[1], run_dir)
+    if own is not None:
+        raise ResumeError(
+            f"{run_dir} was interrupted while its pages were in use (durability is off) and has no checkpoint under "
+            f"{CHECKPOINTS}/: start anew with overwrite=True, and save from time to time (train.save_every)"
+        )
+    return None
+
+
+def open_source(path: pathlib.Path, run_dir: pathlib.Path) -> Source:
+    """A named checkpoint or run directory.
+
+    Raises:
+      ResumeError: there is none at `path`, or its pages are not at rest.
+    """
+    found = read_manifest(path)
+    if found is None:
+        raise ResumeError(f"{path} is not a checkpoint or run directory: it has no run.json")
+    if found["format"] != FORMAT:
+        raise ResumeError(f"{path} has format {found['format']}, this version reads {FORMAT}")
+    if found["status"] == "open":
+        raise ResumeError(f"{path} was interrupted while its pages were in use: resume from one of its checkpoints")
+    in_place = path.resolve() == run_dir.resolve()
+    if not in_place and found["status"] == "closed":
+        # A closed run's pages may be elsewhere; reading them from there leaves that run as it is.
+        return Source(pathlib.Path(found["directory"]), found, in_place=False)
+    return Source(path, found, in_place)
+
+
+def save(engine: StreamEngine, path: pathlib.Path, content: dict[str, Any]) -> pathlib.Path:
+    """Writes a checkpoint directory.
+
+    Raises:
+      ConfigError: the path is taken.
+      StoreError: no room, or I/O failed; nothing is left behind.
+    """
+    path = path.absolute()
+    if path.exists():
+        raise ConfigError(f"{path} exists already: choose another path or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir(mode=0o700)
+    try:
+        store = PageStore(temporary, content["files"], engine.options.aio)
+        try:
+            _copy(engine, store, to_store=True)
+            store.sync()
+        finally:
+            store.close()
+        write_json(temporary / "run.json", content | {"directory": None})
+        os.rename(temporary, path)
+        sync_directory(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return path
+
+
+def load(engine: StreamEngine, source: Source, progress: Callable[[int, int], None] | None = None) -> None:
+    """Brings a checkpoint's bytes into the run's tiers.
+
+    Raises:
+      ResumeError: it holds another kind of optimizer state or precision.
+      StoreError: a file is cut short or unreadable.
+    """
+    content = source.manifest
+    if content["weights_dtype"] != str(engine.record.weights):
+        raise ResumeError(
+            f"{source.path} holds {content['weights_dtype']} weights, this config trains in {engine.record.weights}: "
+            "use the same bf16/fp16 section"
+        )
+    if content["files"] != {kind: engine.store.sizes[kind] for kind in (WEIGHTS, OPTIMIZER)}:
+        raise ResumeError(
+            f"{source.path} holds optimizer state of slots {content['slots']}, of another size than this optimizer's: "
+            "use the same optimizer"
+        )
+    if source.in_place:
+        store = engine.store
+    else:
+        store = PageStore(source.directory, content["files"], engine.options.aio, reuse=True)
+    try:
+        _copy(engine, store, to_store=False, progress=progress)
+    finally:
+        if not source.in_place:
+            store.close()
+
+
+def bring_to_rest(engine: StreamEngine) -> None:
+    """Writes what lives in memory to the run's own files, and makes all of it durable."""
+    _copy(engine, engine.store, to_store=True)
+    engine.store.sync()
+
+
+def _copy(
+    engine: StreamEngine,
+    store: PageStore,
+    *,
+    to_store: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Moves all chunks between the run's tiers and a store's files. What already is in that very file is left alone."""
+    own = store is engine.store
+    offsets, record = engine.offsets, engine.record
+
+    def see(page: Page, chunk: Chunk, frame: ChunkFrame) -> None:
+        tiers = engine.plan.tiers[page.index]
+        for kind, tier, data, item in (
+            (WEIGHTS, tiers.weights, frame.weights, page.dtype.itemsize),
+            (OPTIMIZER, tiers.optimizer, frame.record, record.itemsize if page.trainable else 0),
+        ):
+            if not item or (own and tier.value == "nvme"):
+                continue
+            offset = offsets[kind][page.index] + chunk.start * item
+            if to_store:
+                frame.pending.append(store.write(kind, offset, data, page.name))
+            else:
+                store.read(kind, offset, data, page.name).wait()
+        if progress is not None and chunk.stop == page.num_elements:
+            progress(page.index + 1, len(engine.layout.pages))
+
+    engine.contents.visit(see, read=to_store, write=not to_store)
+
+
+def delete_pages(content: Mapping[str, Any]) -> None:
+    """Removes the page files of a run that is being overwritten: only names that this package makes."""
+    if content.get("directory"):
+        directory = pathlib.Path(content["directory"])
+        for kind in (WEIGHTS, OPTIMIZER, "gradients", "residuals"):
+            with contextlib.suppress(FileNotFoundError):
+                (directory / f"{kind}.pages").unlink()
+
+
+def encode_array(array: Any) -> dict[str, Any]:
+    array = np.asarray(array)
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def decode_array(value: Mapping[str, Any]) -> np.ndarray:
+    dtype = np.dtype(getattr(ml_dtypes, value["dtype"], None) or value["dtype"])
+    return np.frombuffer(base64.b64decode(value["data"]), dtype).reshape(value["shape"]).copy()
+
+
+def encode_rng(key: Any) -> dict[str, Any]:
+    """A PRNG key, typed or raw, as JSON."""
+    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return {"impl": str(key.dtype._impl.name), **encode_array(jax.random.key_data(key))}
+    return {"impl": None, **encode_array(key)}
+
+
+def decode_rng(value: Mapping[str, Any]) -> Any:
+    data = decode_array(value)
+    return data if value["impl"] is None else jax.random.wrap_key_data(data, impl=value["impl"])
+
+
+def encode_state(state: Any) -> list[Any]:
+    """The leaves of the user's `state`."""
+    return [encode_rng(leaf) if _is_key(leaf) else {"impl": None, **encode_array(leaf)} for leaf in jax.tree.leaves(state)]
+
+
+def decode_state(values: list[Any], like: Any) -> Any:
+    """Raises ResumeError: the stored state has another number of leaves."""
+    flat, tree = jax.tree.flatten(like)
+    if len(flat) != len(values):
+        raise ResumeError(f"the checkpoint's state has {len(values)} leaves, this one has {len(flat)}")
+    return tree.unflatten([decode_rng(v) for v in values])
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,254 @@
+"""From a config, a loss function and a batch to a streamed step: everything that happens before the first one."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import aio_ffi
+from zinf_jax.config import Config
+from zinf_jax.errors import ConfigError
+from zinf_jax.graph import cut_function
+from zinf_jax.graph.types import UnitGraph, ValueId
+from zinf_jax.leaves import Leaf, classify, path_name
+from zinf_jax.plan import PlacementOptions, StreamOptions, Tier
+from zinf_jax.stream.engine import EngineOptions, StepProgram, make_layout, step_program
+from zinf_jax.stream.records import RecordFormat
+from zinf_jax.tier import Layout, LayoutOptions, Partitioning, Topology
+from zinf_jax.train.signature import LossSignature, Parts
+
+
+def engine_options(config: Config) -> EngineOptions:
+    """The parts' own options from the config."""
+    streaming, placement = config.streaming, config.placement
+
+    def tier(name: str) -> Tier | None:
+        value = getattr(placement, name)
+        return None if value is None else Tier(value)
+
+    stream = {
+        "lookahead": streaming.lookahead,
+        "max_in_flight": streaming.max_in_flight,
+        "chunk_bytes": streaming.chunk_bytes,
+        "num_chunk_frames": streaming.num_chunk_frames,
+        "micro_batches_per_group": streaming.micro_batches_per_group,
+    }
+    layout = {"page_bytes": streaming.page_bytes, "min_io_bytes": streaming.min_io_bytes}
+    aio = config.aio.model_dump()
+    if aio.get("engine") is None:
+        aio["engine"] = "auto"
+    defaults = EngineOptions()
+    return EngineOptions(
+        placement=PlacementOptions(tier("weights"), tier("optimizer"), tier("gradients"), tier("residuals")),
+        stream=StreamOptions(**_given(stream)),
+        layout=LayoutOptions(**_given(layout)),
+        aio=aio_ffi.EngineOptions(**aio),
+        max_unit_bytes=streaming.max_unit_bytes or defaults.max_unit_bytes,
+        device_memory=config.device_memory,
+        host_memory=config.host_memory,
+        lock="auto" if config.pin_memory is None else config.pin_memory,
+        num_threads=config.host_threads,
+    )
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def make_topology(config: Config, mesh: jax.sharding.Mesh | None) -> Topology:
+    """The user's mesh, or the config's over this process's devices."""
+    partitioning = Partitioning.of_stage(config.partitioning.stage)
+    if mesh is None and config.mesh != {"fsdp": -1}:
+        devices = np.array(jax.devices())
+        sizes = list(config.mesh.values())
+        fixed = int(np.prod([s for s in sizes if s != -1]))
+        sizes = [devices.size // fixed if s == -1 else s for s in sizes]
+        if int(np.prod(sizes)) > devices.size or 0 in sizes:
+            raise ConfigError(
+                f"mesh {config.mesh} needs {int(np.prod(sizes)) or fixed} devices, there are {devices.size}"
+            )
+        chosen = devices[: int(np.prod(sizes))].reshape(sizes)
+        mesh = jax.sharding.Mesh(chosen, tuple(config.mesh))
+    return Topology.create(mesh, partitioning)
+
+
+def classify_params(abstract: Any, config: Config) -> tuple[Leaf, ...]:
+    """The leaf table, with the user's shardings where the arrays carry them, and the config's frozen patterns."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    trainable = treedef.unflatten(
+        [None if config.is_trainable(path_name(path)) else False for path, _ in flat]
+    ) if not _trains_all(config) else None
+    specs = treedef.unflatten([_spec(leaf) for _, leaf in flat])
+    return classify(abstract, compute_dtype=config.compute_dtype, trainable=trainable, specs=specs)
+
+
+def _trains_all(config: Config) -> bool:
+    return config.trainable_patterns == (".*",) and not config.frozen_patterns
+
+
+def _spec(leaf: Any) -> jax.sharding.PartitionSpec:
+    """The partition spec that a leaf carries, without the fsdp axis (pages are split over it anyway)."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.PartitionSpec()
+    entries = []
+    for entry in sharding.spec:
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        kept = tuple(axis for axis in axes if axis != "fsdp")
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    return jax.sharding.PartitionSpec(*entries) if any(entries) else jax.sharding.PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Batching:
+    """How a batch is split: `num_micro` micro-batches of `micro_size` samples (this process's share)."""
+
+    num_micro: int
+    micro_size: int
+
+    @classmethod
+    def of(cls, batch: Any, config: Config, topology: Topology) -> "Batching":
+        """Raises ConfigError: leading dims differ, or do not fit the config's batch sizes and the mesh."""
+        flat = jax.tree_util.tree_flatten_with_path(batch)[0]
+        sizes = {path_name(path): np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in flat}
+        if not sizes or None in sizes.values():
+            raise ConfigError(f"every leaf of a batch needs a leading batch dim, got shapes {_shapes(batch)}")
+        if len(set(sizes.values())) != 1:
+            raise ConfigError(f"the leaves of a batch have different leading dims: {sizes}")
+        size = next(iter(sizes.values()))
+        assert size is not None
+        ways = topology.batch_ways
+        wanted = config.batch_sizes(ways)
+        num_micro = wanted.accumulation
+        if wanted.train is not None and size != wanted.train:
+            raise ConfigError(
+                f"the batch has {size} samples, the config's train_batch_size is {wanted.train} "
+                f"({num_micro} micro-batches x {wanted.micro} samples x {ways} data-parallel devices)"
+            )
+        if size % (num_micro * ways):
+            raise ConfigError(
+                f"a batch of {size} samples cannot be split into {num_micro} micro-batches over {ways} data-parallel "
+                f"devices: make it a multiple of {num_micro * ways}, or change gradient_accumulation_steps"
+            )
+        return cls(num_micro, size // num_micro)
+
+    def split(self, batch: Any) -> list[Any]:
+        """The micro-batches, views of the batch in order."""
+        n = self.micro_size
+        return [jax.tree.map(lambda x, i=i: x[i * n : (i + 1) * n], batch) for i in range(self.num_micro)]
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def abstract_of(tree: Any) -> Any:
+    """`ShapeDtypeStruct`s with the dtypes that JAX gives host values (int64 becomes int32 without x64)."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(jnp.asarray, x), tree
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A loss function, cut, with the value ids of the parts of its output and of its arguments."""
+
+    graph: UnitGraph
+    parts: Parts
+    state_inputs: tuple[ValueId, ...]
+    state_results: tuple[ValueId, ...]
+    outer_shardings: dict[ValueId, Any]
+    num_state: int
+
+
+def trace_loss(
+    loss_fn: Callable[..., Any],
+    signature: LossSignature,
+    abstract: Any,
+    leaves: tuple[Leaf, ...],
+    state: Any,
+    micro_batch: Any,
+    rng: Any,
+    topology: Topology,
+    max_unit_bytes: int,
+) -> Traced:
+    """Traces and cuts the loss for one micro-batch.
+
+    Raises:
+      CutError: it cannot be cut, or its loss is not a floating scalar.
+      ConfigError: its output does not have the announced parts, or `state` changes its structure.
+    """
+    arguments = signature.arguments(*(None if x is None else abstract_of(x) for x in (state, micro_batch, rng)))
+    graph = cut_function(loss_fn, abstract, leaves, arguments, max_unit_bytes=max_unit_bytes)
+    parts = signature.split(jax.tree.unflatten(graph.out_tree, graph.results))
+    state_leaves = jax.tree.leaves(state) if signature.has_state else []
+    outer = graph.outer_inputs
+    results = tuple(jax.tree.leaves(parts.state)) if signature.has_state else ()
+    if signature.has_state and jax.tree.structure(parts.state) != jax.tree.structure(state):
+        raise ConfigError(
+            f"loss_fn returned a state of structure {jax.tree.structure(parts.state)}, "
+            f"but was given {jax.tree.structure(state)}"
+        )
+    num_batch = len(jax.tree.leaves(micro_batch))
+    shardings = {}
+    for index, value in enumerate(outer):
+        is_batch = len(state_leaves) <= index < len(state_leaves) + num_batch
+        shape = graph.values[value].shape
+        shardings[value] = topology.batch_sharding(shape) if is_batch else topology.replicated
+    return Traced(graph, parts, tuple(outer[: len(state_leaves)]), results, shardings, len(state_leaves))
+
+
+def group_sizes(traced: Traced, num_micro: int, per_group: int) -> tuple[int, ...]:
+    """Micro-batches per group. `state` that is read before it is made leaves no choice: one by one."""
+    made = {v: unit.index for unit in traced.graph.units for v in unit.outputs}
+    read: dict[ValueId, int] = {}
+    for unit in traced.graph.units:
+        for value in unit.inputs:
+            read.setdefault(value, unit.index)
+    for given, result in zip(traced.state_inputs, traced.state_results, strict=True):
+        if given in read and made.get(result, -1) > read[given]:
+            per_group = 1
+    per_group = per_group or num_micro
+    full, rest = divmod(num_micro, per_group)
+    return (per_group,) * full + ((rest,) if rest else ())
+
+
+def build_program(
+    traced: Traced,
+    config: Config,
+    topology: Topology,
+    batching: Batching,
+    num_slots: int,
+    options: EngineOptions,
+    stored_layout: Mapping[str, Any] | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[StepProgram, Layout, RecordFormat, np.dtype]:
+    """Lays out the pages and compiles the units."""
+    graph = traced.graph
+    layout = (
+        make_layout(graph, topology, options.layout)
+        if stored_layout is None
+        else Layout.from_json(graph.leaves, stored_layout)
+    )
+    record = RecordFormat.of(config.compute_dtype, num_slots)
+    gradient_dtype = config.resolve_gradient_dtype(batching.num_micro)
+    program = step_program(
+        graph, layout, topology, record,
+        gradient_dtype=gradient_dtype, outer_shardings=traced.outer_shardings,
+        group_sizes=group_sizes(traced, batching.num_micro, options.stream.micro_batches_per_group),
+        weight_value=traced.parts.weight,
+        state_values=tuple(zip(traced.state_inputs, traced.state_results, strict=True)),
+        progress=progress,
+    )  # fmt: skip
+    return program, layout, record, gradient_dtype
+
+
+def pages_directory(config: Config, run_dir: pathlib.Path, run_id: str) -> pathlib.Path:
+    """Where the NVMe tier's files go: names are unique per run, so runs that share a path never meet."""
+    if config.nvme_path:
+        return pathlib.Path(config.nvme_path[0]) / f"zinf-{run_id}"
+    return run_dir / "pages"
