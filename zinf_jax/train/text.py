@@ -4,13 +4,14 @@ The texts are the Python standard library's sources of the running interpreter, 
 tokenised once, into a folder of the run: byte-level BPE trained on the spot, or plain bytes. A resumed run reads that
 folder, so its data stays the same even if the interpreter, the sources or `tokenizers` change in between.
 
-    folder/meta.json       what was asked for, and what came of it; written last
-    folder/tokenizer.json  BPE only
-    folder/train.npy       uint16 or uint32 tokens, documents ended by `end_token`, in the order of their paths
-    folder/valid.npy       likewise: every `valid_every`-th document
+    cache_dir/KEY/meta.json       what was asked for; KEY is its hash, so other options never replace what a run reads
+    cache_dir/KEY/tokenizer.json  BPE only
+    cache_dir/KEY/train.npy       uint16 or uint32 tokens, documents ended by `end_token`, in the order of their paths
+    cache_dir/KEY/valid.npy       likewise: every `valid_every`-th document
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -109,18 +110,17 @@ def documents(options: TextOptions) -> list[bytes]:
     return texts
 
 
-def load_tokens(options: TextOptions, folder: Path) -> Tokens:
-    """The tokens in `folder`, made first if they are not there or were made from other options.
+def load_tokens(options: TextOptions, cache_dir: Path) -> Tokens:
+    """The tokens under `cache_dir`, made first if they are not there.
 
     Raises:
       ConfigError: see `documents`.
     """
-    wanted = dataclasses.asdict(options)
-    meta = _read_meta(folder)
-    if meta is None or meta["options"] != wanted:
+    asked = json.dumps(dataclasses.asdict(options), sort_keys=True)
+    folder = cache_dir / f"{options.tokenizer}-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+    if not folder.exists():
         _make(options, folder)
-        meta = _read_meta(folder)
-    assert meta is not None
+    meta = json.loads((folder / "meta.json").read_text())
     codec: _Codec = _Bytes() if options.tokenizer == "bytes" else _Bpe.loaded(folder)
     return Tokens(
         train=np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False),
@@ -134,25 +134,19 @@ def load_tokens(options: TextOptions, folder: Path) -> Tokens:
     )
 
 
-def _read_meta(folder: Path) -> dict[str, Any] | None:
-    try:
-        meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-    except FileNotFoundError:
-        return None
-    return meta
-
-
 def _make(options: TextOptions, folder: Path) -> None:
     """Fills a new folder beside `folder` and renames it: a run that dies here leaves nothing half done."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _fill(options, building)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(building, folder)
-    except BaseException:
+        try:
+            os.rename(building, folder)
+        except OSError:
+            if not folder.exists():  # Else another process was faster; what it made is the same.
+                raise
+    finally:
         shutil.rmtree(building, ignore_errors=True)
-        raise
 
 
 def _fill(options: TextOptions, folder: Path) -> None:
