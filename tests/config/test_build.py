@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from zinf_jax.config import load
-from zinf_jax.config.build import build_optimizer, build_schedule, decay_mask
+from zinf_jax.config import build_optimizer, build_schedule, decay_mask, load
 from zinf_jax.errors import ConfigError
 
 STEPS = (0, 1, 2, 3, 9, 10, 11, 12, 50, 99, 100, 101, 150)
@@ -32,7 +31,12 @@ def reference(kind: str, p: dict[str, Any], lr: float, i: int) -> float:
         falling = max(0.0, (total - i) / max(1.0, total - n))
         gamma = ramp(max(i, 0), n, p["warmup_type"]) if i < n else falling
     elif kind == "WarmupCosineLR":
-        n, total, low, end = max(2, p["warmup_num_steps"]), p["total_num_steps"], p["warmup_min_ratio"], p["cos_min_ratio"]
+        n, total, low, end = (
+            max(2, p["warmup_num_steps"]),
+            p["total_num_steps"],
+            p["warmup_min_ratio"],
+            p["cos_min_ratio"],
+        )
         if i < 0:
             return 0.0
         if i < n:
@@ -78,7 +82,9 @@ def test_one_cycle_and_range_test() -> None:
     np.testing.assert_allclose(rates, [0.1, 0.55, 1.0, 0.55, 0.1, 0.1 / 2, 0.1 / 3], rtol=1e-5)
     p = {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
     smooth = build_schedule(load({"scheduler": {"type": "LRRangeTest", "params": p}}))
-    stairs = build_schedule(load({"scheduler": {"type": "LRRangeTest", "params": {**p, "lr_range_test_staircase": True}}}))
+    stairs = build_schedule(
+        load({"scheduler": {"type": "LRRangeTest", "params": {**p, "lr_range_test_staircase": True}}})
+    )
     assert callable(smooth)
     assert callable(stairs)
     np.testing.assert_allclose([smooth(s) for s in (0, 2, 4)], [0.1, 0.2, 0.3], rtol=1e-6)

@@ -73,7 +73,7 @@ def test_everything_on_nvme(tmp_path: Path) -> None:
     placement = config.placement
     assert (placement.weights, placement.optimizer, placement.gradients) == ("nvme", "nvme", None)
     assert placement.weights_host_cache == 2 * 10**9  # max_in_cpu elements of fp16
-    assert (config.nvme_path, config.pin_memory, config.partitioning.stage) == (("/local_nvme",), True, 3)
+    assert (config.nvme_path, config.pin_memory, config.partitioning.stage) == (("/local_nvme",), None, 3)
     assert config.streaming.page_bytes == 2 * 10**8  # buffer_size elements of fp16
     assert (config.precision, config.aio.queue_depth) == ("fp16", 8)
     assert any("sub_group_size" in note and "upper limit" in note for note in config.notes)
@@ -102,7 +102,9 @@ def test_misplaced_sections_are_errors() -> None:
     """CF03, NV13."""
     with pytest.raises(ConfigError, match=r"did you mean zero_optimization\.offload_optimizer"):
         load({"zero_optimization": {"stage": 3}, "offload_optimizer": {"device": "cpu"}})
-    with pytest.raises(ConfigError, match=r"zero_optimization\.aio: unknown key; did you mean aio \(at the top level\)"):
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.aio: unknown key; did you mean aio \(at the top level\)"
+    ):
         load({"zero_optimization": {"stage": 3, "aio": {"block_size": 4096}}})
     with pytest.raises(ConfigError, match=r"did you mean zero_optimization\.stage3_max_live_parameters"):
         load({"zero_optimization": {"stage3_max_live_parameter": 1}})
@@ -142,7 +144,9 @@ def test_too_few_buffers_for_the_optimizer(optimizer: dict[str, Any], minimum: i
         return load({"optimizer": optimizer, "zero_optimization": {"stage": 3, "offload_optimizer": offload}})
 
     config(minimum)
-    with pytest.raises(ConfigError, match=rf"buffer_count = {minimum - 1}: the minimum for .* is {minimum} \(parameter"):
+    with pytest.raises(
+        ConfigError, match=rf"buffer_count = {minimum - 1}: the minimum for .* is {minimum} \(parameter"
+    ):
         config(minimum - 1)
 
 
@@ -256,6 +260,17 @@ def test_two_drives_and_a_fraction() -> None:
     config = load({"zero_optimization": {"stage": 3, "offload_optimizer": offload,
                                          "offload_param": {"device": "nvme", "nvme_path": "/b"}}})  # fmt: skip
     assert (config.nvme_path, config.placement.optimizer_fraction) == (("/a", "/b"), 0.5)
+    assert any("first directory, /a" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(("pins", "expected"), [((True, True), None), ((True, False), None), ((False, False), False)])
+def test_pinning_is_never_an_error_in_deepspeed_files(pins: tuple[bool, bool], expected: bool | None) -> None:
+    """Published files ask for it on machines whose RLIMIT_MEMLOCK is 8 MiB."""
+    offload = {f"offload_{kind}": {"device": "cpu", "pin_memory": pin} for kind, pin in zip(("param", "optimizer"), pins,
+               strict=True)}  # fmt: skip
+    config = load({"zero_optimization": {"stage": 3, **offload}})
+    assert config.pin_memory is expected
+    assert config.notes or expected is False
 
 
 def test_stage_defaults_to_deepspeeds_only_in_its_files() -> None:

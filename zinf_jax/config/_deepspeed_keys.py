@@ -64,7 +64,7 @@ ZERO_KEYS = (
     Key(_Z + "cpu_offload", "bool", False, to="offload_optimizer.device: cpu (deprecated spelling)"),
     Key(_Z + "cpu_offload_param", "bool", False, to="offload_param.device: cpu (deprecated spelling)",
         old=("cpu_offload_params",)),
-    Key(_Z + "cpu_offload_use_pin_memory", "bool", None, to="pin_memory (deprecated spelling)"),
+    Key(_Z + "cpu_offload_use_pin_memory", "bool", None, to="pin_memory: false if false, else auto (deprecated spelling)"),
     Key(_Z + "sub_group_size", "count", 10**9, to=_CHUNK),
     Key(_Z + "stage3_prefetch_bucket_size", "count", 5 * 10**7, to="streaming.lookahead: 0 if 0, else by the plan",
         old=("prefetch_bucket_size", "stage3_prefetch_size")),
@@ -121,7 +121,7 @@ ZERO_KEYS = (
 OFFLOAD_KEYS = (
     Key(_P + "device", "text", "none", to="placement.weights (none: device, cpu: host, nvme: nvme)"),
     Key(_P + "nvme_path", "paths", None, to="nvme_path"),
-    Key(_P + "pin_memory", "bool", None, to="pin_memory"),
+    Key(_P + "pin_memory", "bool", None, to="pin_memory: false if false, else auto"),
     Key(_P + "buffer_size", "count", None, to="streaming.page_bytes = elements x 2 (bf16, fp16) or x 4 (fp32), "
         "below 256 MiB (it is an upper limit)"),
     Key(_P + "buffer_count", "count", 5,
@@ -131,7 +131,7 @@ OFFLOAD_KEYS = (
     Key(_O + "device", "text", "none",
         to="placement.optimizer; and placement.gradients: device for none, host for cpu, by the plan for nvme"),
     Key(_O + "nvme_path", "paths", None, to="nvme_path"),
-    Key(_O + "pin_memory", "bool", None, to="pin_memory"),
+    Key(_O + "pin_memory", "bool", None, to="pin_memory: false if false, else auto"),
     Key(_O + "ratio", "number", 1.0, to="placement.optimizer_fraction"),
     Key(_O + "buffer_count", "count", None, note="checked against the optimizer's minimum (Adam: parameter, "
         "gradient, m, v = 4); a chunk is one frame here, their number is streaming.num_chunk_frames"),

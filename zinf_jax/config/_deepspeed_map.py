@@ -146,18 +146,16 @@ class Translation:
                 paths += [path for path in ([value] if isinstance(value, str) else value) if path not in paths]
         if paths:
             self.put("nvme_path", paths, _O + "nvme_path")
-            if len(paths) > 1:
-                self.notes.append("nvme_path has several directories: pages are striped over all of them")
         elif "nvme" in (self._tier(_O), self._tier(_P)) and self._get("nvme_path") is None:
             self.notes.append("no nvme_path: pages on nvme go to the run directory")
 
     def _pinning(self) -> None:
         keys = (_P + "pin_memory", _O + "pin_memory", _Z + "cpu_offload_use_pin_memory")
         pins = [self.found[key] for key in keys if self.found.get(key) is not None]
-        if pins:
-            self.put("pin_memory", any(pins), _O + "pin_memory")
-        if len(set(pins)) > 1:
-            self.notes.append("pin_memory is true: one arena serves weights and optimizer state")
+        if any(pins):
+            self.notes.append("pin_memory: the arena is pinned as far as RLIMIT_MEMLOCK allows (pin_memory: auto)")
+        elif pins:
+            self.default("pin_memory", False, _O + "pin_memory")
 
     def _sizes(self) -> None:
         precision = self._precision()

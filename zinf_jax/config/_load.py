@@ -67,6 +67,8 @@ def _build(raw: dict[str, Any], changes: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise from_validation(error, _help_texts(), known=known, sources=sources) from None
     notes += _section_notes(raw)
+    if config.nvme_path and len(config.nvme_path) > 1:
+        notes.append(f"nvme_path: this version puts all pages in the first directory, {config.nvme_path[0]}")
     return config.model_copy(update={"notes": tuple(dict.fromkeys(notes))})
 
 

@@ -28,20 +28,17 @@ def check_paths(config: Config, run_dir: str | Path | None = None, *, needed_byt
       needed_bytes: What the plan will write, over all directories; 0: unknown yet.
 
     Returns:
-      The directories, absolute; empty if no page can be on nvme.
+      The directories, absolute; empty if no page can be on nvme, or if neither `nvme_path` nor `run_dir` says where.
 
     Raises:
       ConfigError: a path is empty, relative, a symlink, a file, missing with its parent, not writable, on a disk that
-        is too full; or pages are to be on nvme and neither `nvme_path` nor `run_dir` is given.
+        is too full.
     """
     if not uses_nvme(config):
         return ()
     if config.nvme_path is None:
-        explicit = "nvme" in config.placement.model_dump().values()
         if run_dir is None:
-            if explicit:
-                raise ConfigError("placement needs nvme, but there is neither nvme_path nor run_dir: give one of them")
-            return ()
+            return ()  # a temporary directory, made by the trainer
         paths: tuple[Path, ...] = (_usable("run_dir", Path(run_dir).absolute(), parents=True),)
     else:
         paths = tuple(_usable("nvme_path", Path(path), parents=False) for path in config.nvme_path)

@@ -76,10 +76,11 @@ class Config(Section):
     """Bytes of host memory for the arena, per process: frames and everything placed on host. `auto`: what the plan
     needs, at most 80% of what is available (and of the cgroup limit)."""
     nvme_path: Paths | None = None
-    """Directory, or list of them, for pages on nvme, absolute, on local drives. `auto`: the run directory."""
+    """Directory, or list of them, for pages on nvme, absolute, on local drives. `auto`: the run directory. This version
+    uses the first of a list; striping over all comes later."""
     pin_memory: bool | None = None
-    """Keep the arena from being paged out. true: locked as far as RLIMIT_MEMLOCK allows, and the plan says how far;
-    false: not. `auto`: registered with the accelerator where there is one, else not."""
+    """Keep the arena from being paged out (mlock). `auto`: if RLIMIT_MEMLOCK allows, and the report says why not; true: or
+    an error; false: not."""
     huge_pages: bool = True
     """Ask for 2 MiB pages for the arena (madvise): up to three times the read rate with O_DIRECT."""
     partitioning: Partitioning = Partitioning()

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules from a config. Not imported by `zinf_jax.config`: it needs JAX.
+"""Optimizers and learning-rate schedules from a config.
 
 Schedules are DeepSpeed's (its `lr_schedules` module), as functions of the number of updates done. DeepSpeed sets the
 rate *after* each update, so its first two updates see the same rate: with `i` for DeepSpeed's iteration,
