@@ -85,9 +85,8 @@ class Leaf:
         """What the loss function sees: a key array where the user has one."""
         if self.key_impl is None:
             return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
-        return jax.eval_shape(
-            lambda data: jax.random.wrap_key_data(data, impl=self.key_impl), jax.ShapeDtypeStruct(self.shape, self.dtype)
-        )
+        data = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=self.key_impl), data)
 
 
 def path_name(path: Sequence[Any]) -> str:

@@ -40,7 +40,9 @@ class PageTiers:
 # What a byte of host memory saves in NVMe traffic per step: weights are read twice and read and written once more by
 # the update (4 transfers), a gradient and a record are written and read once (2).
 _PROMOTION_ORDER = ("weights", "gradients", "optimizer")
-_BYTES_OF = {"weights": "weights_bytes", "gradients": "gradient_bytes", "optimizer": "record_bytes"}
+
+BYTES_OF = {"weights": "weights_bytes", "optimizer": "record_bytes", "gradients": "gradient_bytes"}
+"""Kind of state -> the `PageShape` field that holds its bytes."""
 
 
 def floor_tiers(pages: Sequence[PageShape], options: PlacementOptions) -> tuple[PageTiers, ...]:
@@ -60,7 +62,7 @@ def promote(
         if getattr(options, kind) is not None:
             continue
         for index, page in enumerate(pages):
-            num_bytes = getattr(page, _BYTES_OF[kind])
+            num_bytes = getattr(page, BYTES_OF[kind])
             if num_bytes <= room_bytes:
                 result[index] = dataclasses.replace(result[index], **{kind: Tier.HOST})
                 room_bytes -= num_bytes

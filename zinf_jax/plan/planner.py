@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 from zinf_jax.errors import PlanError
 from zinf_jax.plan import schedule
-from zinf_jax.plan.placement import PageTiers, PlacementOptions, floor_tiers, promote
+from zinf_jax.plan.placement import BYTES_OF, PageTiers, PlacementOptions, floor_tiers, promote
 from zinf_jax.plan.plan import BudgetItem, Chunk, Plan, Prediction, Span
 from zinf_jax.plan.schedule import FRAME_ALIGN, Phase, Residency
 from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
 from zinf_jax.units import ceil_to, format_bytes
+
+# Forward passes that a position costs: a backward recomputes the forward and takes two more.
+_PASSES = {Phase.FORWARD: 1, Phase.TURN: 3, Phase.BACKWARD: 4}
 
 CHUNK_ELEMENTS = 4096  # chunks hold a multiple of it, so that each vector in a record is sector-aligned
 
@@ -44,7 +47,8 @@ def make_plan(
     """
     positions = schedule.positions_of(shape)
     lives = schedule.value_lives(shape, positions)
-    chunk_elements = max(CHUNK_ELEMENTS, options.chunk_bytes // max(record_itemsize, 1) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+    per_chunk = options.chunk_bytes // max(record_itemsize, 1)
+    chunk_elements = max(CHUNK_ELEMENTS, per_chunk // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
     itemsizes = (weights_itemsize, record_itemsize, gradient_itemsize)
     build = _Builder(shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes)
     spilled = build.spilled(placement.residuals)
@@ -150,7 +154,7 @@ class _Builder:
             host_residuals=residual_offsets, chunks=chunks, chunk_elements=self.chunk_elements,
             chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=base, arena_bytes=arena,
             device_bytes=device, base_rss_bytes=self.base_rss_bytes,
-            items=self._items(tiers, resident_spans, host_residuals, stream_bytes, update_bytes, device, weights, others),
+            items=self._items(tiers, host_residuals, stream_bytes, update_bytes, device, weights, others),
             prediction=self._predict(tiers, weights, spilled),
         )  # fmt: skip
 
@@ -167,9 +171,9 @@ class _Builder:
         return weights
 
     def _resident(self, tiers: Sequence[PageTiers]) -> tuple[int, dict[tuple[str, int], int]]:
-        """Offsets of what stays in the arena. Device-tier weights have their mirror there: the update works on it."""
+        """Offsets of what stays in the arena. Device-tier weights have a mirror there: the update works on it."""
         offset, spans = 0, {}
-        for kind, attribute in (("weights", "weights_bytes"), ("optimizer", "record_bytes"), ("gradients", "gradient_bytes")):
+        for kind, attribute in BYTES_OF.items():
             for index, page in enumerate(self.shape.pages):
                 num_bytes = getattr(page, attribute)
                 tier = getattr(tiers[index], kind)
@@ -195,7 +199,8 @@ class _Builder:
         for index, page in enumerate(self.shape.pages):
             if not page.gradient_bytes:  # not trained: passes through frames at the start and in checkpoints only
                 if tiers[index].weights is Tier.NVME:
-                    frame = max(frame, min(page.weights_bytes, self.chunk_elements * page.weights_bytes // page.num_elements))
+                    per_element = page.weights_bytes // page.num_elements
+                    frame = max(frame, per_element * min(page.num_elements, self.chunk_elements))
                 continue
             per_element = (
                 weights_itemsize * (tiers[index].weights is Tier.NVME)
@@ -220,25 +225,30 @@ class _Builder:
         return kept + max((sum(needs[i : i + width]) for i in range(len(needs))), default=0)
 
     def _items(
-        self, tiers: Sequence[PageTiers], resident: dict[tuple[str, int], int], host_residuals: int,
-        stream_bytes: int, update_bytes: int, device: int, weights: Sequence[Residency], others: Sequence[Residency],
+        self, tiers: Sequence[PageTiers], host_residuals: int, stream_bytes: int, update_bytes: int, device: int,
+        weights: Sequence[Residency], others: Sequence[Residency],
     ) -> tuple[BudgetItem, ...]:  # fmt: skip
         pages = self.shape.pages
         items = []
-        for kind, attribute in (("weights", "weights_bytes"), ("optimizer", "record_bytes"), ("gradients", "gradient_bytes")):
+        for kind, attribute in BYTES_OF.items():
             for tier in Tier:
-                total = sum(getattr(p, attribute) for p, t in zip(pages, tiers, strict=True) if getattr(t, kind) is tier)
+                total = sum(
+                    getattr(p, attribute) for p, t in zip(pages, tiers, strict=True) if getattr(t, kind) == tier
+                )
                 if total:
                     items.append(BudgetItem(tier, kind, total, "resident"))
         items.append(BudgetItem(Tier.HOST, "residuals", host_residuals, "resident"))
-        streams = f"weights {format_bytes(schedule.peak_load(weights))}, other {format_bytes(schedule.peak_load(others))}"
+        loads = (format_bytes(schedule.peak_load(weights)), format_bytes(schedule.peak_load(others)))
+        streams = f"weights {loads[0]}, other {loads[1]}"
         items.append(BudgetItem(Tier.HOST, "frames of the passes", stream_bytes, streams))
         chunk_note = f"{self.options.num_chunk_frames} chunks; shares the passes' place"
         items.append(BudgetItem(Tier.HOST, "frames of the update", update_bytes, chunk_note))
         items.append(BudgetItem(Tier.DEVICE, "values and programs", device, "activations, temporaries, outputs"))
         return tuple(item for item in items if item.num_bytes)
 
-    def _predict(self, tiers: Sequence[PageTiers], weights: Sequence[Residency], spilled: dict[int, Tier]) -> Prediction:
+    def _predict(
+        self, tiers: Sequence[PageTiers], weights: Sequence[Residency], spilled: dict[int, Tier]
+    ) -> Prediction:
         pages = self.shape.pages
         read = sum(r.num_bytes for r in weights)
         write = 0
@@ -257,8 +267,7 @@ class _Builder:
             update_write += moved
             touched += 2 * page.weights_bytes + 2 * page.record_bytes + page.gradient_bytes
         flops = sum(
-            self.shape.units[p.unit].flops * self.shape.group_sizes[p.group] * {Phase.FORWARD: 1, Phase.TURN: 3, Phase.BACKWARD: 4}[p.phase]
-            for p in self.positions
+            self.shape.units[p.unit].flops * self.shape.group_sizes[p.group] * _PASSES[p.phase] for p in self.positions
         )
         hardware = self.hardware
         return Prediction(
@@ -288,8 +297,9 @@ def _check(plan: Plan, hardware: Hardware, options: StreamOptions, placement: Pl
         if biggest.kind in ("weights", "optimizer", "gradients", "residuals"):
             advice.append(f"put {biggest.kind} on nvme")
         problems.append(
-            f"needs {format_bytes(plan.host_bytes)} of host frames, host_memory is {format_bytes(hardware.host_memory)} "
-            f"(largest: {biggest.kind}, {format_bytes(biggest.num_bytes)}): " + ", or ".join(advice)
+            f"needs {format_bytes(plan.host_bytes)} of host frames, host_memory is "
+            f"{format_bytes(hardware.host_memory)} (largest: {biggest.kind}, {format_bytes(biggest.num_bytes)}): "
+            + ", or ".join(advice)
         )
     if plan.device_bytes > hardware.device_memory:
         advice_text = "use smaller micro-batches, a smaller max_unit_bytes"

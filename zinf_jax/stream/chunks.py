@@ -115,9 +115,7 @@ class ChunkIO:
     ) -> tuple[np.ndarray, int]:
         """The next bytes of a slot's frame, and the read that fills them."""
         num_bytes = (chunk.stop - chunk.start) * item
-        span = FrameSpan(
-            self._plan.update_offset + slot * self._plan.chunk_frame_bytes, self._plan.chunk_frame_bytes
-        )
+        span = FrameSpan(self._plan.update_offset + slot * self._plan.chunk_frame_bytes, self._plan.chunk_frame_bytes)
         target = self._arena.view(span.part(used, num_bytes))
         if read:
             assert self._store is not None

@@ -47,7 +47,8 @@ class Contents:
         """The chunks of any page, trained or not."""
         size = self._plan.chunk_elements
         return [
-            Chunk(page.index, start, min(start + size, page.num_elements)) for start in range(0, page.num_elements, size)
+            Chunk(page.index, start, min(start + size, page.num_elements))
+            for start in range(0, page.num_elements, size)
         ]
 
     def initialise(self, initializer: Initializer, progress: Callable[[int, int], None] | None = None) -> None:
@@ -84,7 +85,7 @@ class Contents:
         frame.weights[:] = 0
         frame.record[:] = 0
         master, slots = self._record.split(frame.record) if page.trainable else (None, ())
-        for slot, value in zip(slots, self._slot_init, strict=True if page.trainable else False):
+        for slot, value in zip(slots, self._slot_init, strict=page.trainable):
             slot[:] = value
         by_piece = {segment.piece: array for segment, array in zip(page.segments, rows, strict=True)}
         for part in ranges_of(page, self._layout.leaves, chunk.start, chunk.stop):

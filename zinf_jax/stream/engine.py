@@ -13,16 +13,25 @@ import jax
 import numpy as np
 
 import aio_ffi
-from zinf_jax.graph import cut_function
 from zinf_jax.graph.types import UnitGraph, ValueId
-
-from zinf_jax.plan import Hardware, PageShape, Plan, PlacementOptions, StepShape, StreamOptions, Tier, UnitShape, make_plan
-from zinf_jax.stream.chunks import OPTIMIZER, ChunkIO
+from zinf_jax.plan import (
+    BYTES_OF,
+    Hardware,
+    PageShape,
+    PlacementOptions,
+    Plan,
+    StepShape,
+    StreamOptions,
+    Tier,
+    UnitShape,
+    make_plan,
+)
+from zinf_jax.stream.chunks import ChunkIO
 from zinf_jax.stream.contents import Contents
 from zinf_jax.stream.executor import Executor
 from zinf_jax.stream.gradients import GRADIENTS, GradientCollector
 from zinf_jax.stream.pager import WEIGHTS, Pager
-from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, bind, can_turn
+from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, can_turn
 from zinf_jax.stream.records import RecordFormat
 from zinf_jax.stream.residuals import RESIDUALS, ResidualStore, residual_slots
 from zinf_jax.stream.stats import Counters, rss_bytes
@@ -37,10 +46,10 @@ SECTOR = 4096
 class EngineOptions:
     """How a run is streamed; see the owners of the parts."""
 
-    placement: PlacementOptions = PlacementOptions()
-    stream: StreamOptions = StreamOptions()
-    layout: LayoutOptions = LayoutOptions()
-    aio: aio_ffi.EngineOptions = aio_ffi.EngineOptions()
+    placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
+    stream: StreamOptions = dataclasses.field(default_factory=StreamOptions)
+    layout: LayoutOptions = dataclasses.field(default_factory=LayoutOptions)
+    aio: aio_ffi.EngineOptions = dataclasses.field(default_factory=aio_ffi.EngineOptions)
     max_unit_bytes: int = 1 << 30
     device_memory: int | None = None
     host_memory: int | None = None
@@ -147,9 +156,7 @@ def step_program(
         group_sizes=group_sizes,
         turn=turn,
     )
-    return StepProgram(
-        graph, executables, shape, dict(compiler.value_shardings), weight_value, tuple(state_values)
-    )
+    return StepProgram(graph, executables, shape, dict(compiler.value_shardings), weight_value, tuple(state_values))
 
 
 def hardware_of(topology: Topology, options: EngineOptions) -> Hardware:
@@ -243,9 +250,7 @@ class StreamEngine:
         self.gradients = GradientCollector(
             program.graph, layout, plan, gradient_dtype, self.arena, self.store, self.offsets[GRADIENTS], self.counters
         )
-        residuals = ResidualStore(
-            program.graph, plan, self.arena, self.store, program.value_shardings, self.counters
-        )
+        residuals = ResidualStore(program.graph, plan, self.arena, self.store, program.value_shardings, self.counters)
         self.io = ChunkIO(
             layout, plan, self.record, gradient_dtype, self.arena, self.store, self.pager, self.gradients,
             self.offsets, self.counters,
@@ -253,9 +258,7 @@ class StreamEngine:
         self.updater = Updater(
             layout, plan, self.record, self.io, self.gradients, self.counters, num_threads=self.options.num_threads
         )
-        self.contents = Contents(
-            layout, plan, self.record, self.io, dict(self.topology.axis_sizes), slot_init
-        )
+        self.contents = Contents(layout, plan, self.record, self.io, dict(self.topology.axis_sizes), slot_init)
         self.executor = Executor(
             program.graph, plan, program.executables, device_operands(program.graph, self.topology), self.pager,
             self.gradients, residuals, self.counters,
@@ -264,6 +267,7 @@ class StreamEngine:
 
     def close(self, *, delete: bool = False) -> None:
         """Ends all transfers and gives memory back. With `delete`, removes the files too."""
+        self.pager.close()
         if delete:
             self.store.delete()
         else:
@@ -284,7 +288,7 @@ def _file_layout(plan: Plan) -> tuple[dict[str, dict[int, int]], dict[str, int],
     offsets: dict[str, dict[int, int]] = {}
     sizes: dict[str, int] = {}
     sparse = set()
-    for kind, attribute in ((WEIGHTS, "weights_bytes"), (OPTIMIZER, "record_bytes"), (GRADIENTS, "gradient_bytes")):
+    for kind, attribute in BYTES_OF.items():
         offset, table = 0, {}
         for index, page in enumerate(plan.shape.pages):
             table[index] = offset
@@ -307,10 +311,7 @@ __all__ = [
     "StepProgram",
     "StreamEngine",
     "available_host_bytes",
-    "bind",
-    "cut_function",
     "hardware_of",
     "make_layout",
     "step_program",
 ]
-

@@ -3,7 +3,7 @@
 Guarantees:
   * A piece's gradient is the sum of its contributions (units that read it, times groups of micro-batches), added in the
     order of the schedule, in the gradient's dtype: the same bits on every tier.
-  * Its squared norm is taken once, when it is complete: fp64 over fixed blocks of each rank's shard, added in leaf order.
+  * Its squared norm is taken once, when it is complete: fp64 over fixed blocks of each rank's shard, in leaf order.
   * A spilled page is written when its last piece is complete, and its frame is free when the write is.
 Only the main thread calls it.
 """

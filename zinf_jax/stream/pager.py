@@ -141,6 +141,10 @@ class Pager:
         """The page's bytes are about to change: forgets its handle."""
         self._handles.pop(page_index, None)
 
+    def close(self) -> None:
+        """Forgets all handles, so that the arena can go."""
+        self._handles.clear()
+
     def pinned_host(self, page_index: int) -> jax.Array:
         """A resident page as an array of memory kind `pinned_host` over its frame (no copy on the CPU backend)."""
         page = self._layout.pages[page_index]
@@ -166,5 +170,3 @@ class Pager:
         self._handles.pop(page_index, None)
         del self._spans[page_index]
         self._arena.release(FrameSpan(span.offset, self._layout.pages[page_index].num_bytes))
-
-

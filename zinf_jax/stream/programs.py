@@ -312,9 +312,7 @@ class UnitCompiler:
         return turn
 
     def _cotangent_shardings(self, program: Program, unit: Unit) -> list[NamedSharding]:
-        return [
-            self.value_shardings[v] for v, diff in zip(unit.inputs, program.diff_inputs, strict=True) if diff
-        ]
+        return [self.value_shardings[v] for v, diff in zip(unit.inputs, program.diff_inputs, strict=True) if diff]
 
 
 def can_turn(graph: UnitGraph) -> bool:
@@ -325,5 +323,3 @@ def can_turn(graph: UnitGraph) -> bool:
     program = graph.programs[last.program]
     only_loss = [v for v, diff in zip(last.outputs, program.diff_outputs, strict=True) if diff] == [graph.loss]
     return graph.backward[0] == last.index and program.differentiable and only_loss
-
-

@@ -1,8 +1,8 @@
 """How the optimizer's state of a page lies on its tier: records, one per chunk.
 
-A record of n elements is the master (bf16 weights: n signed 16-bit remainders; fp16 weights: n fp32 copies; fp32 weights:
-nothing, they are the master) followed by n fp32 per slot. So one read and one write move all that an update needs beside
-the weights, at `element * record_itemsize` whatever the chunk size is chosen to be at creation.
+A record of n elements is the master (bf16 weights: n signed 16-bit remainders; fp16 weights: n fp32 copies; fp32
+weights: nothing, they are the master) followed by n fp32 per slot. So one read and one write move all that an update
+needs beside the weights. The chunk size is part of the format: a resume keeps the stored one.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Residuals that leave the device between forward and backward: to host memory, or on to NVMe.
 
-Guarantees: a value that was taken is the same bits when it comes back; its device array is dropped when its bytes are in
-a frame; a frame is free when its write is complete. Places and times are the plan's. Main thread only.
+Guarantees: a value that was taken is the same bits when it comes back; its device array is dropped when its bytes are
+in a frame; a frame is free when its write is complete. Places and times are the plan's. Main thread only.
 """
 
 from collections.abc import Mapping

@@ -9,6 +9,7 @@ Guarantees:
 Only the main thread leases and releases.
 """
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -27,7 +28,7 @@ class FrameSpan:
     num_bytes: int
 
     def part(self, offset: int, num_bytes: int) -> "FrameSpan":
-        assert 0 <= offset and offset + num_bytes <= self.num_bytes, (self, offset, num_bytes)
+        assert offset >= 0 and offset + num_bytes <= self.num_bytes, (self, offset, num_bytes)
         return FrameSpan(self.offset + offset, num_bytes)
 
 
@@ -74,5 +75,7 @@ class FrameArena:
         return self._arena.array(span.offset, span.num_bytes)
 
     def close(self) -> None:
+        """Gives the memory back: at once, or with the last array that still aliases a frame."""
         self._leases.clear()
-        self._arena.close()
+        with contextlib.suppress(BufferError):
+            self._arena.close()

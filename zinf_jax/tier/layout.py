@@ -316,7 +316,12 @@ def _merge_small(
 
 
 def _page(
-    index: int, name: str, pieces: Sequence[Piece], leaves: Sequence[Leaf], num_ranks: int, axis_sizes: Mapping[str, int]
+    index: int,
+    name: str,
+    pieces: Sequence[Piece],
+    leaves: Sequence[Leaf],
+    num_ranks: int,
+    axis_sizes: Mapping[str, int],
 ) -> Page:
     first = leaves[pieces[0].leaf]
     num_tp = math.prod(axis_sizes.get(axis, 1) for axis in tp_axes(first))
@@ -328,9 +333,7 @@ def _page(
         shard_size = ceil_to(-(-size // num_ranks), ALIGN_ELEMENTS)
         segments.append(Segment(piece, offset, shard_size, size))
         offset += shard_size
-    return Page(
-        index, name, first.dtype, first.kind, num_tp, num_ranks, ceil_to(offset, ROW_ELEMENTS), tuple(segments)
-    )
+    return Page(index, name, first.dtype, first.kind, num_tp, num_ranks, ceil_to(offset, ROW_ELEMENTS), tuple(segments))
 
 
 def _check_divisible(leaf: Leaf, axis_sizes: Mapping[str, int]) -> None:

@@ -4,9 +4,9 @@
     CHECKPOINT/weights.pages   the pages' weights, as on the NVMe tier
     CHECKPOINT/optimizer.pages their records
 
-Guarantees: a checkpoint appears whole or not at all (built beside, synced, renamed); it holds weights, masters, optimizer
-slots, step, rng, loss scale, `state` and `user_state`, all of one step; no pickle. Saving and loading stream through the
-chunk frames.
+Guarantees: a checkpoint appears whole or not at all (built beside, synced, renamed); it holds weights, masters,
+optimizer slots, step, rng, loss scale, `state` and `user_state`, all of one step; no pickle. Saving and loading stream
+through the chunk frames.
 """
 
 import base64
@@ -104,9 +104,7 @@ class Source:
     def directory(self) -> pathlib.Path:
         return pathlib.Path(self.manifest["directory"]) if self.in_place else self.path
 
-    def layout_and_options(
-        self, options: EngineOptions, topology: Topology
-    ) -> tuple[Mapping[str, Any], EngineOptions]:
+    def layout_and_options(self, options: EngineOptions, topology: Topology) -> tuple[Mapping[str, Any], EngineOptions]:
         """The stored layout, and options whose chunks are the stored ones.
 
         Raises:
@@ -286,7 +284,7 @@ def decode_array(value: Mapping[str, Any]) -> np.ndarray:
 
 def encode_rng(key: Any) -> dict[str, Any]:
     """A PRNG key, typed or raw, as JSON."""
-    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if hasattr(key, "dtype") and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         return {"impl": str(key.dtype._impl.name), **encode_array(jax.random.key_data(key))}
     return {"impl": None, **encode_array(key)}
 
@@ -298,7 +296,7 @@ def decode_rng(value: Mapping[str, Any]) -> Any:
 
 def encode_state(state: Any) -> list[Any]:
     """The leaves of the user's `state`."""
-    return [encode_rng(leaf) if _is_key(leaf) else {"impl": None, **encode_array(leaf)} for leaf in jax.tree.leaves(state)]
+    return [encode_rng(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def decode_state(values: list[Any], like: Any) -> Any:
@@ -307,7 +305,3 @@ def decode_state(values: list[Any], like: Any) -> Any:
     if len(flat) != len(values):
         raise ResumeError(f"the checkpoint's state has {len(values)} leaves, this one has {len(flat)}")
     return tree.unflatten([decode_rng(v) for v in values])
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -7,6 +7,7 @@ Known gap: there is no key-value cache, so a token costs a pass over the whole w
 reading them costs the same with a cache, which is why the plain way is here first.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ def generate(
     return _generate(evaluate, last_logits(logits_fn), list(prompt), num_tokens, window, temperature, top_k, seed)
 
 
+@functools.cache  # The same object again: what was compiled for it is found again.
 def last_logits(logits_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """(params, {"tokens": int32[1, T], "last": int32[1]}) -> logits[1, V] that follow token `last`."""
 

@@ -39,7 +39,7 @@ class MetricsWriter:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._board = None
         if tensorboard:
-            # TensorBoard forgets what it has of steps from purge_step on. The suffix: file names hold only whole seconds,
+            # TensorBoard forgets its steps from purge_step on. The suffix: file names hold only whole seconds,
             # so a run that is resumed within the second would replace the file of the one before it.
             suffix = f".{secrets.token_hex(4)}"
             self._board = SummaryWriter(

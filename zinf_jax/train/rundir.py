@@ -5,9 +5,9 @@
     RUN_DIR/pages/         the NVMe tier, unless nvme_path says otherwise
 
 Guarantees:
-  * A second trainer on the same directory is refused, in the same process too, with who holds it. A dead owner's lock is
-    gone with it (the kernel drops it, so a reused PID cannot be mistaken). On file systems without locks the owner's
-    PID, start time and boot decide.
+  * A second trainer on the same directory is refused, in the same process too, with who holds it. A dead owner's lock
+    is gone with it (the kernel drops it, so a reused PID cannot be mistaken). On file systems without locks the
+    owner's PID, start time and boot decide.
   * The manifest is never half-written: written beside, synced, renamed, directory synced.
 """
 

@@ -12,7 +12,7 @@ import numpy as np
 import aio_ffi
 from zinf_jax.config import Config
 from zinf_jax.errors import ConfigError
-from zinf_jax.graph import cut_function
+from zinf_jax.graph.cut import cut_function
 from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.leaves import Leaf, classify, path_name
 from zinf_jax.plan import PlacementOptions, StreamOptions, Tier
@@ -79,9 +79,11 @@ def make_topology(config: Config, mesh: jax.sharding.Mesh | None) -> Topology:
 def classify_params(abstract: Any, config: Config) -> tuple[Leaf, ...]:
     """The leaf table, with the user's shardings where the arrays carry them, and the config's frozen patterns."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-    trainable = treedef.unflatten(
-        [None if config.is_trainable(path_name(path)) else False for path, _ in flat]
-    ) if not _trains_all(config) else None
+    trainable = (
+        treedef.unflatten([None if config.is_trainable(path_name(path)) else False for path, _ in flat])
+        if not _trains_all(config)
+        else None
+    )
     specs = treedef.unflatten([_spec(leaf) for _, leaf in flat])
     return classify(abstract, compute_dtype=config.compute_dtype, trainable=trainable, specs=specs)
 
@@ -148,9 +150,7 @@ def _shapes(tree: Any) -> list[tuple[int, ...]]:
 
 def abstract_of(tree: Any) -> Any:
     """`ShapeDtypeStruct`s with the dtypes that JAX gives host values (int64 becomes int32 without x64)."""
-    return jax.tree.map(
-        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(jnp.asarray, x), tree
-    )
+    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(jnp.asarray, x), tree)
 
 
 @dataclasses.dataclass(frozen=True)

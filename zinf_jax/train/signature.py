@@ -1,6 +1,7 @@
 """How a user's loss function is called and what it returns.
 
-    loss_fn(params[, state], batch[, rng]) -> loss | Weighted | (loss, aux) | (loss, new_state) | (loss, (new_state, aux))
+loss_fn(params[, state], batch[, rng])
+    -> loss | Weighted | (loss, aux) | (loss, new_state) | (loss, (new_state, aux))
 """
 
 import dataclasses
@@ -63,8 +64,10 @@ class LossSignature:
         """
         loss, rest = output, None
         if self.has_state or self.has_aux:
-            expected = "(loss, (new_state, aux))" if self.has_state and self.has_aux else (
-                "(loss, new_state)" if self.has_state else "(loss, aux)"
+            expected = (
+                "(loss, (new_state, aux))"
+                if self.has_state and self.has_aux
+                else ("(loss, new_state)" if self.has_state else "(loss, aux)")
             )
             if isinstance(output, Weighted) or not isinstance(output, tuple) or len(output) != 2:
                 raise ConfigError(f"loss_fn must return {expected}, got {type(output).__name__}")

@@ -190,7 +190,7 @@ class Trainer:
         self._make = initializer(self._params, self._leaves)
         for text in self._make.warnings:
             warnings.warn(text, stacklevel=2)
-        slot_init = [rule.slot_init(slot) for slot in rule.slots]
+        slot_init = [self._rule.slot_init(slot) for slot in rule.slots]
         self._engine = StreamEngine(
             program, layout, self._topology, record, gradient_dtype, options, slot_init, directory, reuse=in_place
         )
@@ -242,7 +242,8 @@ class Trainer:
         """One optimizer step.
 
         Args:
-          batch: Pytree of arrays, dim 0 = micro-batch size x accumulation (this process's share). Always the same shapes.
+          batch: Pytree of arrays, dim 0 = micro-batch size x accumulation (this process's share); always of the same
+            shapes.
 
         Raises:
           ConfigError: the batch does not fit.
@@ -325,14 +326,14 @@ class Trainer:
 
     def _output(self, parts: list[Any], weights: list[float], norm: float, skipped: bool, scale: float) -> StepOutput:
         losses = [float(p.loss) for p in parts]
-        loss = losses[0] if len(losses) == 1 else sum(x * w for x, w in zip(losses, weights, strict=True)) / sum(weights)
+        loss = losses[0]
+        if len(losses) > 1:
+            loss = sum(x * w for x, w in zip(losses, weights, strict=True)) / sum(weights)
         aux = None
         if self._signature.has_aux:
             aux = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *(p.aux for p in parts))
         rates = self._rule.hyperparameters(self.global_step - (0 if skipped else 1))
-        return StepOutput(
-            loss, aux, norm, self.global_step, skipped, rates.get("learning_rate"), scale
-        )
+        return StepOutput(loss, aux, norm, self.global_step, skipped, rates.get("learning_rate"), scale)
 
     def _account(self, engine: StreamEngine, before: Any, start: float, middle: float) -> None:
         after, end = engine.store.statistics(), time.perf_counter()
@@ -445,11 +446,10 @@ class Trainer:
         return checkpoint.save(engine, pathlib.Path(path), self._manifest("saved"))
 
     def close(self) -> None:
-        """Brings everything to rest. With a run_dir the run can be resumed in place; without one its files are removed."""
+        """Brings everything to rest: a run with a run_dir can be resumed in place, the files of others are removed."""
         if self._engine is not None and self._broken is None and not self._temporary:
             checkpoint.bring_to_rest(self._engine)
             self._dir.write_manifest(self._manifest("closed"))
-        self._engine_closed = True
         self._finalizer()
         self._engine = None
 

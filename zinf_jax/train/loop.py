@@ -1,0 +1,475 @@
+"""The whole of `zinf train`: from a config to a trained model, and what people want to see of it.
+
+    RUN_DIR/config.yaml         the config as it was resolved; what the resume command names
+    RUN_DIR/metrics.jsonl       one line a step; RUN_DIR/tensorboard/ the same
+    RUN_DIR/data/               tokenizer and tokens, made once
+    RUN_DIR/checkpoints/        every `train.save_every` steps
+    RUN_DIR/loss.png, summary.json, sample.txt    (samples of all steps are in the metrics)
+
+Guarantees:
+  * SIGINT and SIGTERM: the step, validation batch or token in work is finished, the run is brought to rest, and the
+    process ends normally; at any time from the first line of `run` on, set-up and compilation included (which end
+    first). A second signal interrupts at once.
+  * A resumed run takes the batches that would have come next, and its metrics hold each step once.
+"""
+
+import dataclasses
+import json
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from zinf_jax import models
+from zinf_jax.config import Config, check_paths
+from zinf_jax.errors import ConfigError
+from zinf_jax.graph.lazy import lazy
+from zinf_jax.models import ModelSpec
+from zinf_jax.stream.stats import Stats
+from zinf_jax.train import checkpoint, report
+from zinf_jax.train.data import Data, DataRequest
+from zinf_jax.train.generate import generate
+from zinf_jax.train.metrics import MetricsWriter, read_metrics
+from zinf_jax.train.progress import Display, StepView
+from zinf_jax.train.report import Peak, Summary, Traffic
+from zinf_jax.train.rundir import read_manifest
+from zinf_jax.train.setup import make_topology
+from zinf_jax.train.trainer import StepOutput, Trainer
+
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
+SAMPLE_FILE = "sample.txt"
+DATA_DIR = "data"
+TEXT_FACTORY = "zinf_jax.train.data:text"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """The loop's own options: the config's `train.extra`.
+
+    Attributes:
+      valid_every: Steps between validations; 0: only before the first step and after the last.
+      keep_last: Checkpoints that are kept; older ones are removed once a newer one is complete.
+      temperature, top_k: Of samples; see `generate`.
+      window: Tokens that a sample is generated from; None: what prompt and sample need, at most the model's `seq_len`.
+    """
+
+    valid_every: int = 0
+    keep_last: int = 2
+    temperature: float = 0.8
+    top_k: int | None = 40
+    window: int | None = None
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> "LoopOptions":
+        """Raises ConfigError: an unknown option, or a value out of range."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(extra) - known)
+        if unknown:
+            raise ConfigError(f"train.extra.{unknown[0]}: unknown option; there are {', '.join(sorted(known))}")
+        try:
+            options = TypeAdapter(cls).validate_python(dict(extra))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"train.extra.{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from None
+        if options.valid_every < 0 or options.keep_last < 1:
+            raise ConfigError(
+                f"train.extra: needs valid_every >= 0 and keep_last >= 1, got {options.valid_every} and "
+                f"{options.keep_last}"
+            )
+        return options
+
+
+class Shutdown:
+    """Turns SIGINT and SIGTERM into a flag that the loop polls; the second one interrupts as usual.
+
+    Outside the main thread, where handlers cannot be set, the flag can only be set by `request`.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def request(self) -> None:
+        self.requested = True
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt(f"second {signal.Signals(signum).name}")
+        self.requested = True
+
+    def __enter__(self) -> "Shutdown":
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+
+def build_data(config: Config, spec: ModelSpec, run_dir: Path, batch_size: int) -> Data:
+    """Calls the data factory that the config names.
+
+    Raises:
+      ConfigError: see `models.resolve` and the factory; a result that is not `Data`.
+    """
+    request = DataRequest(batch_size, spec.seq_len, spec.vocab_size, config.seed, run_dir / DATA_DIR)
+    factory = config.data.factory or TEXT_FACTORY
+    data = models.call(factory, config.data.kwargs, request=request)
+    if not isinstance(data, Data):
+        raise ConfigError(f"data factory {factory!r} returned {type(data).__name__}: it must return a Data")
+    return data
+
+
+def batch_size_of(config: Config) -> int:
+    """Rows of a step's batch.
+
+    Raises:
+      ConfigError: the config does not say.
+    """
+    size = config.batch_sizes(make_topology(config, None).batch_ways).train
+    if size is None:
+        raise ConfigError("no batch size: set train_batch_size, or train_micro_batch_size_per_gpu")
+    return size
+
+
+def make_trainer(config: Config, spec: ModelSpec, run_dir: Path | None, **kwargs: Any) -> Trainer:
+    """A trainer for the config's model, which is initialised page by page."""
+    params = lazy(spec.init_fn, jax.random.key(config.seed))
+    return Trainer(spec.loss_fn, params, None, config, rng=jax.random.key(config.seed), run_dir=run_dir, **kwargs)
+
+
+def first_batch(data: Data) -> Any:
+    """The next batch, which stays the next."""
+    place = data.train.get_state()
+    batch = next(data.train)  # type: ignore[call-overload]
+    data.train.set_state(place)
+    return batch
+
+
+def run(
+    config: Config,
+    *,
+    run_dir: str | Path,
+    resume: str | None = None,
+    overwrite: bool = False,
+    steps: int | None = None,
+    console: Console | None = None,
+    shutdown: Shutdown | None = None,
+) -> Summary:
+    """Trains, from the config's model, data and optimizer, until its last step or a signal.
+
+    Args:
+      config: A loaded config.
+      run_dir: The run's directory.
+      resume: None: a new run; "auto": go on if there is a run, else a new one; or a path of a checkpoint.
+      overwrite: Start anew where a run lies.
+      steps: Where the run ends, in steps since its beginning; None: `config.train.steps`.
+      console: Where progress and tables go.
+      shutdown: For callers that stop the run themselves.
+
+    Returns:
+      How it went.
+
+    Raises:
+      ConfigError, PlanError, OwnerError, ResumeError: it cannot start.
+      StoreError, NonFiniteError: it broke off.
+    """
+    run_dir = Path(run_dir).absolute()
+    console = console or Console()
+    num_steps = steps or config.train.steps
+    if num_steps is None:
+        raise ConfigError("no number of steps: set train.steps, or pass --steps")
+    options = LoopOptions.of(config.train.extra)
+    check_paths(config, run_dir)
+    done = _already_done(run_dir, num_steps) if resume == "auto" else None
+    if done is not None:
+        _show(console, done)
+        return done
+    with shutdown or Shutdown() as flag, Display(console, num_steps, config.train.log_every) as display:
+        spec = models.build(config.model.factory, config.model.kwargs)
+        batch_size = batch_size_of(config)
+        with make_trainer(config, spec, run_dir, resume=resume, overwrite=overwrite, progress=display.stage) as trainer:
+            display.stage("data", 0, 1)
+            data = build_data(config, spec, run_dir, batch_size)
+            display.note(f"data: {data.description}")
+            trainer.prepare(first_batch(data))
+            if trainer.user_state is not None:
+                data.train.set_state(trainer.user_state["data"])
+            _retire_checkpoints(run_dir / checkpoint.CHECKPOINTS, trainer.global_step, remove=overwrite)
+            (run_dir / CONFIG_FILE).write_text(config.to_yaml())
+            for line in (*config.notes, *_about(trainer, spec, run_dir)):
+                display.note(line)
+            with MetricsWriter(
+                run_dir, start_step=trainer.global_step, tensorboard=config.train.tensorboard
+            ) as metrics:
+                loop = _Loop(config, options, spec, data, trainer, metrics, display, flag, run_dir, num_steps)
+                summary = loop.run()
+    report.plot_losses(run_dir)
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(report.figures(summary), indent=2) + "\n")
+    _show(console, summary)
+    return summary
+
+
+def _about(trainer: Trainer, spec: ModelSpec, run_dir: Path) -> Iterator[str]:
+    yield f"{spec.name}: {spec.num_params() / 1e6:.1f}M parameters; run directory {run_dir}"
+    yield from trainer.plan.table().splitlines()
+    yield from trainer.plan.summary().splitlines()
+    if trainer.global_step:
+        yield f"resumed at step {trainer.global_step}"
+
+
+def _already_done(run_dir: Path, num_steps: int) -> Summary | None:
+    """How a run that needs no more steps went: saves setting everything up to do nothing."""
+    manifest = read_manifest(run_dir)
+    path = run_dir / SUMMARY_FILE
+    if manifest is None or manifest["status"] != "closed" or manifest["step"] < num_steps or not path.exists():
+        return None
+    summary = report.from_figures(json.loads(path.read_text()))
+    return summary if summary.step == manifest["step"] else None
+
+
+def _retire_checkpoints(folder: Path, step: int, *, remove: bool) -> None:
+    """Takes checkpoints of later steps out of the way: this run does not come from them, and "auto" must not find them.
+
+    They are removed where the run was to be overwritten, else renamed: they may be the better ones.
+    """
+    for path in folder.glob("step_*"):
+        if int(path.name.removeprefix("step_")) <= step:
+            continue
+        if remove:
+            shutil.rmtree(path)
+        else:
+            path.rename(path.with_name(f".abandoned-{path.name}-{secrets.token_hex(3)}"))
+
+
+def _show(console: Console, summary: Summary) -> None:
+    console.print(report.summary_table(summary))
+    if summary.sample:
+        console.rule("sample", align="left")
+        console.print(summary.sample, markup=False, highlight=False)
+        console.rule()
+    for what, name in (
+        ("loss curve", report.LOSS_CURVE_FILE),
+        ("metrics", "metrics.jsonl"),
+        ("figures", SUMMARY_FILE),
+    ):
+        console.print(f"{what}: {summary.run_dir / name}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"go on with: {summary.resume_command}", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Loop:
+    """One process's share of a run: the steps, and what happens between them."""
+
+    def __init__(
+        self,
+        config: Config,
+        options: LoopOptions,
+        spec: ModelSpec,
+        data: Data,
+        trainer: Trainer,
+        metrics: MetricsWriter,
+        display: Display,
+        shutdown: Shutdown,
+        run_dir: Path,
+        num_steps: int,
+    ) -> None:
+        self.config, self.options, self.spec, self.data = config, options, spec, data
+        self.trainer, self.metrics, self.display, self.shutdown = trainer, metrics, display, shutdown
+        self.run_dir, self.num_steps = run_dir, num_steps
+        self.traffic = Traffic()
+        self.stats: Stats | None = None
+        self.steps_done = 0
+        self.num_params = spec.num_params()
+
+    def run(self) -> Summary:
+        self.display.begin(self.trainer.global_step)
+        if self.trainer.global_step == 0:
+            self._validate()
+        while self.trainer.global_step < self.num_steps and not self.shutdown.requested:
+            self._step()
+            step = self.trainer.global_step
+            if step < self.num_steps and not self.shutdown.requested:
+                self._between(step)
+        sample = None
+        if self.steps_done and not self.shutdown.requested:
+            self._validate()
+            sample = self._sample()
+        return self._summary(sample)
+
+    def _step(self) -> None:
+        batch = next(self.data.train)  # type: ignore[call-overload]
+        # The place after this batch: a run that resumes from this step must not see it again.
+        self.trainer.user_state = {"data": self.data.train.get_state()}
+        start = time.perf_counter()
+        out = self.trainer.step(batch)
+        time_s = time.perf_counter() - start
+        self.steps_done += 1
+        self.stats = stats = self.trainer.stats()
+        self.traffic += Traffic(stats.nvme_bytes_read, stats.nvme_bytes_written, stats.h2d_bytes, stats.d2h_bytes)
+        stall_s = stats.read_stall_s + stats.write_stall_s
+        self.metrics.write("step", out.step, _record(out, stats, time_s, self.data.tokens_per_batch))
+        self.display.step(
+            StepView(
+                step=out.step,
+                loss=out.loss,
+                grad_norm=out.grad_norm,
+                skipped=out.skipped,
+                num_tokens=self.data.tokens_per_batch,
+                time_s=time_s,
+                stall_s=stall_s,
+                nvme_bytes_read=stats.nvme_bytes_read,
+                nvme_bytes_written=stats.nvme_bytes_written,
+            )
+        )
+
+    def _between(self, step: int) -> None:
+        """What is due after a step that is not the last."""
+        if _due(step, self.options.valid_every):
+            self._validate()
+        if _due(step, self.config.train.sample_every):
+            self._sample()
+        if _due(step, self.config.train.save_every):
+            self._save(step)
+
+    def _validate(self) -> None:
+        """Mean loss over the held-out batches; given up where a signal asks for the end."""
+        total, rows = 0.0, 0
+        for index, batch in enumerate(self.data.valid):
+            self.display.stage("validate", index, len(self.data.valid))
+            if self.shutdown.requested:
+                return
+            num_rows = len(jax.tree.leaves(batch)[0])
+            loss = self.trainer.evaluate(self.spec.validation_loss_fn, batch)
+            loss = getattr(loss, "loss", loss)  # a `Weighted` counts by its rows here
+            total, rows = total + float(loss) * num_rows, rows + num_rows
+        if rows:
+            step = self.trainer.global_step
+            self.metrics.write("valid", step, {"loss": total / rows})
+            self.display.note(f"step {step}  validation loss {total / rows:.4f}")
+            self.display.begin(step)
+
+    def _save(self, step: int) -> None:
+        start = time.perf_counter()
+        folder = self.run_dir / checkpoint.CHECKPOINTS
+        path = folder / f"step_{step:08}"
+        self.trainer.save(path)
+        for old in sorted(folder.glob("step_*"))[: -self.options.keep_last]:
+            shutil.rmtree(old)
+        self.display.note(f"step {step}  saved in {time.perf_counter() - start:.1f} s: {path}")
+
+    def _sample(self) -> str | None:
+        """Generates text; whatever is there when a signal asks for the end."""
+        spec, data, train = self.spec, self.data, self.config.train
+        if spec.logits_fn is None or data.encode is None or data.decode is None or not train.sample_tokens:
+            return None
+        tokens = sample_tokens(
+            self.trainer, spec, data, self.options,
+            prompt=train.sample_prompt, num_tokens=train.sample_tokens, seed=self.config.seed,
+        )  # fmt: skip
+        ids = []
+        for token in tokens:
+            ids.append(token)
+            self.display.stage("sample", len(ids), train.sample_tokens)
+            if self.shutdown.requested:
+                break
+        text = train.sample_prompt + data.decode(ids)
+        step = self.trainer.global_step
+        self.metrics.write("sample", step, {"text": text})
+        (self.run_dir / SAMPLE_FILE).write_text(text + "\n", encoding="utf-8")
+        self.display.begin(step)
+        return text
+
+    def _summary(self, sample: str | None) -> Summary:
+        trainer, stats = self.trainer, self.stats or self.trainer.stats()
+        train, valid = report.losses(self.run_dir, "step"), report.losses(self.run_dir, "valid")
+        mine = read_metrics(self.run_dir, "step")[-self.steps_done :] if self.steps_done else []
+        train_s = sum(record["time_s"] for record in mine)
+        finished = trainer.global_step >= self.num_steps
+        goal = "" if not finished else f" --steps {2 * self.num_steps}"
+        return Summary(
+            run_dir=self.run_dir,
+            status="finished" if finished else "stopped",
+            step=trainer.global_step,
+            num_steps=self.steps_done,
+            num_skipped=trainer.num_skipped,
+            num_params=self.num_params,
+            loss_first=train[0][1] if train else None,
+            loss_last=report.mean_last([loss for _, loss in train]),
+            valid_first=valid[0][1] if valid else None,
+            valid_last=valid[-1][1] if valid else None,
+            train_s=train_s,
+            tokens_per_s=self.steps_done * self.data.tokens_per_batch / train_s if train_s else 0.0,
+            traffic=self.traffic,
+            read_stall_s=stats.total_read_stall_s,
+            write_stall_s=stats.total_write_stall_s,
+            peaks=_peaks(trainer),
+            sample=sample,
+            resume_command=f"zinf train {self.run_dir / CONFIG_FILE} --run-dir {self.run_dir} --resume auto{goal}",
+        )
+
+
+def sample_tokens(
+    trainer: Trainer, spec: ModelSpec, data: Data, options: LoopOptions, *, prompt: str, num_tokens: int, seed: int
+) -> Iterator[int]:
+    """Token ids that continue `prompt` (or begin a text), streamed.
+
+    Raises:
+      ConfigError: the model cannot generate, or the data is no text.
+    """
+    if spec.logits_fn is None or data.encode is None:
+        raise ConfigError(f"{spec.name} cannot generate text: its spec needs logits_fn, its data encode and decode")
+    start = data.encode(prompt) or ([] if data.end_token is None else [data.end_token])
+    window = options.window or min(spec.seq_len or 1 << 30, len(start) + num_tokens)
+    return generate(
+        trainer.evaluate, spec.logits_fn, start,
+        num_tokens=num_tokens, window=window, temperature=options.temperature, top_k=options.top_k, seed=seed,
+    )  # fmt: skip
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _record(out: StepOutput, stats: Stats, time_s: float, num_tokens: int) -> dict[str, Any]:
+    """What the metrics say of a step."""
+    return {
+        "loss": float(out.loss),
+        "grad_norm": float(out.grad_norm),
+        "skipped": out.skipped,
+        "learning_rate": out.learning_rate,
+        "loss_scale": out.loss_scale,
+        "time_s": time_s,
+        "tokens_per_s": num_tokens / time_s,
+        "pass_time_s": stats.pass_time_s,
+        "update_time_s": stats.update_time_s,
+        "read_stall_s": stats.read_stall_s,
+        "write_stall_s": stats.write_stall_s,
+        "fetch_hits": stats.fetch_hits,
+        "fetch_misses": stats.fetch_misses,
+        "nvme_bytes_read": stats.nvme_bytes_read,
+        "nvme_bytes_written": stats.nvme_bytes_written,
+        "h2d_bytes": stats.h2d_bytes,
+        "d2h_bytes": stats.d2h_bytes,
+        "peak_rss_bytes": stats.peak_rss_bytes,
+    }
+
+
+def _peaks(trainer: Trainer) -> dict[str, Peak]:
+    plan, stats = trainer.plan, trainer.stats()
+    return {
+        "host memory for pages": Peak(plan.arena_bytes, stats.peak_host_bytes),
+        "device memory": Peak(plan.device_bytes, stats.peak_device_bytes),
+        "process memory": Peak(plan.peak_rss_bytes, stats.peak_rss_bytes),
+    }
