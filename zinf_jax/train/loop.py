@@ -13,149 +13,42 @@ Guarantees:
   * A resumed run takes the batches that would have come next, and its metrics hold each step once.
 """
 
-import dataclasses
 import json
 import secrets
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from zinf_jax import models
 from zinf_jax.config import Config, check_paths
 from zinf_jax.errors import ConfigError
-from zinf_jax.graph.lazy import lazy
 from zinf_jax.models import ModelSpec
 from zinf_jax.stream.stats import Stats
 from zinf_jax.train import checkpoint, report
-from zinf_jax.train.data import Data, DataRequest
-from zinf_jax.train.generate import generate
+from zinf_jax.train.data import Data
 from zinf_jax.train.metrics import MetricsWriter, read_metrics
 from zinf_jax.train.progress import Display, StepView
+from zinf_jax.train.recipe import (
+    LoopOptions,
+    batch_size_of,
+    build_data,
+    build_model,
+    first_batch,
+    make_trainer,
+    sample_tokens,
+)
 from zinf_jax.train.report import Peak, Summary, Traffic
 from zinf_jax.train.rundir import read_manifest
-from zinf_jax.train.setup import make_topology
+from zinf_jax.train.shutdown import Shutdown
 from zinf_jax.train.trainer import StepOutput, Trainer
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 SAMPLE_FILE = "sample.txt"
-DATA_DIR = "data"
-TEXT_FACTORY = "zinf_jax.train.data:text"
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """The loop's own options: the config's `train.extra`.
-
-    Attributes:
-      valid_every: Steps between validations; 0: only before the first step and after the last.
-      keep_last: Checkpoints that are kept; older ones are removed once a newer one is complete.
-      temperature, top_k: Of samples; see `generate`.
-      window: Tokens that a sample is generated from; None: what prompt and sample need, at most the model's `seq_len`.
-    """
-
-    valid_every: int = 0
-    keep_last: int = 2
-    temperature: float = 0.8
-    top_k: int | None = 40
-    window: int | None = None
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "LoopOptions":
-        """Raises ConfigError: an unknown option, or a value out of range."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(extra) - known)
-        if unknown:
-            raise ConfigError(f"train.extra.{unknown[0]}: unknown option; there are {', '.join(sorted(known))}")
-        try:
-            options = TypeAdapter(cls).validate_python(dict(extra))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(f"train.extra.{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from None
-        if options.valid_every < 0 or options.keep_last < 1:
-            raise ConfigError(
-                f"train.extra: needs valid_every >= 0 and keep_last >= 1, got {options.valid_every} and "
-                f"{options.keep_last}"
-            )
-        return options
-
-
-class Shutdown:
-    """Turns SIGINT and SIGTERM into a flag that the loop polls; the second one interrupts as usual.
-
-    Outside the main thread, where handlers cannot be set, the flag can only be set by `request`.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
-
-    def request(self) -> None:
-        self.requested = True
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt(f"second {signal.Signals(signum).name}")
-        self.requested = True
-
-    def __enter__(self) -> "Shutdown":
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._previous[signum] = signal.signal(signum, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-
-
-def build_data(config: Config, spec: ModelSpec, run_dir: Path, batch_size: int) -> Data:
-    """Calls the data factory that the config names.
-
-    Raises:
-      ConfigError: see `models.resolve` and the factory; a result that is not `Data`.
-    """
-    request = DataRequest(batch_size, spec.seq_len, spec.vocab_size, config.seed, run_dir / DATA_DIR)
-    factory = config.data.factory or TEXT_FACTORY
-    data = models.call(factory, config.data.kwargs, request=request)
-    if not isinstance(data, Data):
-        raise ConfigError(f"data factory {factory!r} returned {type(data).__name__}: it must return a Data")
-    return data
-
-
-def batch_size_of(config: Config) -> int:
-    """Rows of a step's batch.
-
-    Raises:
-      ConfigError: the config does not say.
-    """
-    size = config.batch_sizes(make_topology(config, None).batch_ways).train
-    if size is None:
-        raise ConfigError("no batch size: set train_batch_size, or train_micro_batch_size_per_gpu")
-    return size
-
-
-def make_trainer(config: Config, spec: ModelSpec, run_dir: Path | None, **kwargs: Any) -> Trainer:
-    """A trainer for the config's model, which is initialised page by page."""
-    params = lazy(spec.init_fn, jax.random.key(config.seed))
-    return Trainer(spec.loss_fn, params, None, config, rng=jax.random.key(config.seed), run_dir=run_dir, **kwargs)
-
-
-def first_batch(data: Data) -> Any:
-    """The next batch, which stays the next."""
-    place = data.train.get_state()
-    batch = next(data.train)  # type: ignore[call-overload]
-    data.train.set_state(place)
-    return batch
 
 
 def run(
@@ -198,7 +91,7 @@ def run(
         _show(console, done)
         return done
     with shutdown or Shutdown() as flag, Display(console, num_steps, config.train.log_every) as display:
-        spec = models.build(config.model.factory, config.model.kwargs)
+        spec = build_model(config)
         batch_size = batch_size_of(config)
         with make_trainer(config, spec, run_dir, resume=resume, overwrite=overwrite, progress=display.stage) as trainer:
             display.stage("data", 0, 1)
@@ -418,24 +311,6 @@ class _Loop:
             sample=sample,
             resume_command=f"zinf train {self.run_dir / CONFIG_FILE} --run-dir {self.run_dir} --resume auto{goal}",
         )
-
-
-def sample_tokens(
-    trainer: Trainer, spec: ModelSpec, data: Data, options: LoopOptions, *, prompt: str, num_tokens: int, seed: int
-) -> Iterator[int]:
-    """Token ids that continue `prompt` (or begin a text), streamed.
-
-    Raises:
-      ConfigError: the model cannot generate, or the data is no text.
-    """
-    if spec.logits_fn is None or data.encode is None:
-        raise ConfigError(f"{spec.name} cannot generate text: its spec needs logits_fn, its data encode and decode")
-    start = data.encode(prompt) or ([] if data.end_token is None else [data.end_token])
-    window = options.window or min(spec.seq_len or 1 << 30, len(start) + num_tokens)
-    return generate(
-        trainer.evaluate, spec.logits_fn, start,
-        num_tokens=num_tokens, window=window, temperature=options.temperature, top_k=options.top_k, seed=seed,
-    )  # fmt: skip
 
 
 def _due(step: int, every: int) -> bool:

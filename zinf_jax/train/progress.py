@@ -116,8 +116,9 @@ class Display:
             self._task = self._progress.add_task(what, total=total, info="", eta_s=None)
 
     def _end_stage(self) -> None:
-        if self._stage not in (None, "train"):
-            self.note(f"{self._stage}: {time.perf_counter() - self._stage_start:.1f} s")
+        time_s = time.perf_counter() - self._stage_start
+        if self._stage not in (None, "train") and time_s > 0.5:
+            self.note(f"{self._stage}: {time_s:.1f} s")
         self._stage = None
 
     def _line(self, view: StepView) -> str:
