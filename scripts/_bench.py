@@ -38,7 +38,7 @@ class WorkerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """A decoder of DESIGN section 8: RMSNorm/attention/GELU-MLP blocks, learned positions, untied head."""
+    """A decoder of DESIGN section 8, as in `zinf_jax.models.SIZES` (repeated for interpreters without JAX; tested equal)."""
 
     name: str
     dim: int
@@ -46,6 +46,11 @@ class ModelSize:
     num_heads: int
     vocab_size: int = 16384
     seq_len: int = 256
+
+    @property
+    def num_params(self) -> int:
+        per_block = 12 * self.dim**2 + 2 * self.dim
+        return self.num_layers * per_block + (2 * self.vocab_size + self.seq_len + 1) * self.dim
 
 
 SIZES = {
@@ -58,6 +63,7 @@ SIZES = {
         ModelSize("1.3b", 2048, 24, 16),
         ModelSize("2.7b", 2560, 32, 32),
         ModelSize("4.2b", 3072, 36, 24),
+        ModelSize("5.1b", 3584, 32, 28),
         ModelSize("6.7b", 4096, 32, 32),
     )
 }
