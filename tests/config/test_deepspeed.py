@@ -266,9 +266,8 @@ def test_two_drives_and_a_fraction() -> None:
 @pytest.mark.parametrize(("pins", "expected"), [((True, True), None), ((True, False), None), ((False, False), False)])
 def test_pinning_is_never_an_error_in_deepspeed_files(pins: tuple[bool, bool], expected: bool | None) -> None:
     """Published files ask for it on machines whose RLIMIT_MEMLOCK is 8 MiB."""
-    offload = {f"offload_{kind}": {"device": "cpu", "pin_memory": pin} for kind, pin in zip(("param", "optimizer"), pins,
-               strict=True)}  # fmt: skip
-    config = load({"zero_optimization": {"stage": 3, **offload}})
+    param, optimizer = ({"device": "cpu", "pin_memory": pin} for pin in pins)
+    config = load({"zero_optimization": {"stage": 3, "offload_param": param, "offload_optimizer": optimizer}})
     assert config.pin_memory is expected
     assert config.notes or expected is False
 

@@ -36,7 +36,8 @@ def test_paths_are_not_touched_when_nothing_is_on_nvme() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("missing parent", "neither it nor"), ("file", "is a file"), ("below a file", "neither it nor"),
-     ("symlink", "is a symlink|a symlink could"), ("relative", "relative path"), ("read-only", "not writable|cannot be made")],
+     ("symlink", "is a symlink|a symlink could"), ("relative", "relative path"),
+     ("read-only", "not writable|cannot be made")],
 )  # fmt: skip
 def test_unusable_paths_are_refused(tmp_path: Path, kind: str, message: str) -> None:
     """FS08."""

@@ -80,7 +80,7 @@ def _show(path: str, value: Any) -> str:
 def _values(path: str, annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         parts = [_values(path, part) for part in typing.get_args(annotation) if part is not type(None)]
         return " | ".join([*parts, AUTO])
     if typing.get_origin(annotation) is typing.Literal:

@@ -79,8 +79,8 @@ class Config(Section):
     """Directory, or list of them, for pages on nvme, absolute, on local drives. `auto`: the run directory. This version
     uses the first of a list; striping over all comes later."""
     pin_memory: bool | None = None
-    """Keep the arena from being paged out (mlock). `auto`: if RLIMIT_MEMLOCK allows, and the report says why not; true: or
-    an error; false: not."""
+    """Keep the arena from being paged out (mlock). `auto`: if RLIMIT_MEMLOCK allows, and the report says why not;
+    true: or an error; false: not."""
     huge_pages: bool = True
     """Ask for 2 MiB pages for the arena (madvise): up to three times the read rate with O_DIRECT."""
     partitioning: Partitioning = Partitioning()

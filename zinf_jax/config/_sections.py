@@ -213,8 +213,8 @@ class Data(Section):
 
     place = "data"
 
-    factory: str | None = None
-    """`module:function` that is called with `kwargs`. `auto`: the training loop's own text data set."""
+    factory: str = "zinf_jax.train.data:text"
+    """`module:function` that is called with a `DataRequest` and `kwargs`."""
     kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the factory."""
 
