@@ -20,7 +20,7 @@ from zinf_jax.graph._linear import Linear
 from zinf_jax.graph._names import unit_name
 from zinf_jax.graph._place import Step
 from zinf_jax.graph.types import Program, Unit
-from zinf_jax.leaves import Leaf, LeafKind, Piece
+from zinf_jax.leaves import LeafKind, Piece
 
 # Where a literal stands: equation, argument.
 _Spot = tuple[int, int]
@@ -45,16 +45,13 @@ class Builder:
     """Makes units and programs. One per cut.
 
     Args:
-      linear: The flat program; every piece variable is a whole piece.
-      leaves: With `stack_ndim` filled in.
-      piece_of: The piece that a variable is.
+      linear: The flat program.
       loss: The variable of the loss, or None where nothing is differentiated.
     """
 
-    def __init__(
-        self, linear: Linear, leaves: Sequence[Leaf], piece_of: dict[Var, Piece], keys: Keys, loss: Var | None
-    ) -> None:
-        self._linear, self._leaves, self._piece_of, self._keys, self._loss = linear, leaves, piece_of, keys, loss
+    def __init__(self, linear: Linear, keys: Keys, loss: Var | None) -> None:
+        self._linear, self._keys, self._loss = linear, keys, loss
+        self._leaves, self._piece_of = linear.leaves, linear.pieces
         self._differentials = Differentials(keys)
         self.values: list[jax.ShapeDtypeStruct] = []
         self._ids: dict[Var, int] = {}

@@ -139,6 +139,11 @@ def aval_of(array: Any) -> Any:
     return jax.core.get_aval(array) if hasattr(jax.core, "get_aval") else jax.typeof(array)
 
 
+def shaped(shape: Sequence[int], dtype: Any, weak_type: bool = False) -> Any:
+    """The abstract value of an array."""
+    return jax.core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
+
+
 def struct_of(atom: Atom) -> jax.ShapeDtypeStruct:
     aval = atom.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -245,13 +250,18 @@ def instantiate(block: Block, args: Sequence[Atom], emit: Callable[[Eqn], None])
     return [lookup(env, atom) for atom in block.outvars]
 
 
+def append(eqns: list[Eqn], fn: Callable[..., Any], atoms: Sequence[Atom]) -> Atom:
+    """Appends the equations of a function with one result, which must not call or close over anything."""
+    return instantiate(trace(fn, *(struct_of(atom) for atom in atoms)).block, atoms, eqns.append)[0]
+
+
 def lookup(env: Mapping[Var, Atom], atom: Atom) -> Atom:
     return atom if isinstance(atom, Literal) else env.get(atom, atom)
 
 
-def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """Runs (or traces) one equation on values."""
-    params = eqn.primitive.get_bind_params(eqn.params)
+def bind(eqn: Eqn, values: Sequence[Any], **changes: Any) -> list[Any]:
+    """Runs (or traces) one equation on values, with some of its parameters changed."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changes})
     with eqn.ctx.manager if getattr(eqn, "ctx", None) is not None else contextlib.nullcontext():
         result = eqn.primitive.bind(*values, **params)
     return list(result) if eqn.primitive.multiple_results else [result]

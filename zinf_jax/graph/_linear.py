@@ -1,23 +1,25 @@
-"""A function as one flat list of equations: traced, calls inlined, dead code removed.
+"""A function as one flat list of equations over whole pieces.
 
-A `Linear` is what every later step reads and rewrites (unrolled scans, tiled reductions); it holds no nesting but that
-of control flow. Parameters enter as pieces: variables in `pieces`, before any slicing one per leaf.
+Traced, calls inlined, scans over stacked parameters unrolled, stacked leaves tiled, dead code removed. A `Linear` is
+what every later step reads; it holds no nesting but that of control flow.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zinf_jax.errors import CutError
 from zinf_jax.graph import _jaxpr
-from zinf_jax.graph._jaxpr import Atom, Block, Eqn, Var
-from zinf_jax.leaves import Leaf, LeafKind
-
-# What a piece stands for before stacks are known: leaf and the index so far into its leading dims.
-Slot = tuple[int, tuple[int, ...]]
+from zinf_jax.graph._expand import Expander
+from zinf_jax.graph._jaxpr import Atom, Eqn, Var
+from zinf_jax.graph._pieces import assemble, in_order, indexed_leaves, used_depths, whole_uses
+from zinf_jax.graph._slices import Tape
+from zinf_jax.graph._tile import Tiler
+from zinf_jax.leaves import Leaf, LeafKind, Piece, with_stacks
+from zinf_jax.units import format_bytes
 
 
 @dataclasses.dataclass
@@ -25,31 +27,75 @@ class Linear:
     """A flat program.
 
     Attributes:
-      pieces: Which slot of which leaf a variable is.
+      leaves: With `stack_ndim` filled in.
+      pieces: Which piece a variable is.
       outer: Variables of the flattened non-parameter arguments.
       consts: Concrete arrays by variable.
       eqns: In an order in which they can run.
-      results: Flattened results; variables only.
+      results: Flattened results: variables made by equations, or outer ones.
       out_tree: Their tree.
+      warnings: What could not be sliced.
     """
 
-    pieces: dict[Var, Slot]
+    leaves: tuple[Leaf, ...]
+    pieces: dict[Var, Piece]
     outer: tuple[Var, ...]
     consts: dict[Var, Any]
     eqns: list[Eqn]
-    results: tuple[Atom, ...]
+    results: tuple[Var, ...]
     out_tree: Any
+    warnings: list[str]
 
 
-def linearize(fn: Callable[..., Any], params: Any, leaves: Sequence[Leaf], args: Sequence[Any], keep_custom: bool) -> Linear:
-    """Traces `fn(params, *args)`, inlines calls and removes dead code.
+def linearize(
+    fn: Callable[..., Any],
+    params: Any,
+    leaves: Sequence[Leaf],
+    args: Sequence[Any],
+    *,
+    keep_custom: bool,
+    stacks: Mapping[int, int] | None,
+) -> Linear:
+    """Traces `fn(params, *args)` and flattens it.
 
     Args:
       keep_custom: Leave custom_jvp/custom_vjp equations whole (their rules matter).
+      stacks: `stack_ndim` by leaf, where it is settled; None to find it.
 
     Raises:
       CutError: a side effect that cannot be repeated or reordered.
     """
+    traced, arrays = _trace(fn, params, leaves, args)
+    tape = Tape()
+    invars = [tape.add_piece((leaf.index, ()), var.aval) for leaf, var in zip(arrays, traced.block.invars, strict=False)]
+    outer = [_jaxpr.fresh_like(var) for var in traced.block.invars[len(arrays) :]]
+    for var in outer:
+        tape.add_outer(var)
+    expander = Expander(tape, keep_custom=keep_custom)
+    results = expander.run(traced.block, [*invars, *outer])
+    results = _copied(tape, results, outer)
+    tape.eqns = _live(tape.eqns, results)
+    depths = dict(stacks) if stacks is not None else {**indexed_leaves(tape), **used_depths(tape)}
+    env = Tiler(tape, depths).run()
+    results = [_jaxpr.lookup(env, atom) for atom in results]
+    tape.eqns = _live(tape.eqns, results)
+    warnings = [*dict.fromkeys(expander.warnings), *_whole_warnings(tape, depths, leaves)]
+    made, env = assemble(tape, depths)
+    eqns = in_order([*made, *(_replaced(eqn, env) for eqn in tape.eqns)])
+    eqns = _live(eqns, results)
+    stacked = with_stacks(leaves, depths)
+    pieces = {
+        var: Piece(leaf, _flat_index(stacked[leaf], prefix))
+        for var, (leaf, prefix) in tape.pieces.items()
+        if len(prefix) == depths.get(leaf, 0)
+    }
+    return Linear(stacked, pieces, tuple(outer), tape.consts, eqns, tuple(results), traced.out_tree, warnings)
+
+
+def _trace(
+    fn: Callable[..., Any], params: Any, leaves: Sequence[Leaf], args: Sequence[Any]
+) -> tuple[_jaxpr.Traced, list[Leaf]]:
+    """The function over the data of its array leaves, and those leaves."""
     flat_params, treedef = jax.tree.flatten(params)
     assert len(flat_params) == len(leaves), "leaves and params differ"
     arrays = [leaf for leaf in leaves if leaf.kind is not LeafKind.STATIC]
@@ -61,94 +107,53 @@ def linearize(fn: Callable[..., Any], params: Any, leaves: Sequence[Leaf], args:
         return fn(jax.tree.unflatten(treedef, full), *rest)
 
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type) for leaf in arrays]
-    traced = _jaxpr.trace(on_data, structs, list(args))
-    inliner = _Inliner(keep_custom)
-    num = len(arrays)
-    invars = [_jaxpr.fresh_like(var) for var in traced.block.invars]
-    results = inliner.run(traced.block, invars)
-    pieces: dict[Var, Slot] = {var: (leaf.index, ()) for leaf, var in zip(arrays, invars, strict=False)}
-    linear = Linear(pieces, tuple(invars[num:]), inliner.consts, inliner.eqns, tuple(results), traced.out_tree)
-    _name_results(linear)
-    remove_dead(linear)
-    return linear
+    return _jaxpr.trace(on_data, structs, list(args)), arrays
 
 
-class _Inliner:
-    def __init__(self, keep_custom: bool) -> None:
-        self._keep_custom = keep_custom
-        self._const_vars: dict[int, Var] = {}
-        self.consts: dict[Var, Any] = {}
-        self.eqns: list[Eqn] = []
-
-    def run(self, block: Block, args: Sequence[Atom]) -> list[Atom]:
-        env: dict[Var, Atom] = dict(zip(block.invars, args, strict=True))
-        env.update((var, self._const(value, var.aval)) for var, value in block.consts)
-        for eqn in block.eqns:
-            reads = [self._read(env, atom) for atom in eqn.invars]
-            custom = not self._keep_custom or not any(_jaxpr.is_floating(atom) for atom in reads)
-            body = _jaxpr.inlined_body(eqn, custom=custom)
-            if body is not None:
-                outs: Sequence[Atom] = self.run(body, reads)
-            else:
-                _check_effects(eqn)
-                outs = [_jaxpr.fresh_like(var) for var in eqn.outvars]
-                self.eqns.append(_jaxpr.with_atoms(eqn, reads, outs))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [self._read(env, atom) for atom in block.outvars]
-
-    def _read(self, env: dict[Var, Atom], atom: Atom) -> Atom:
-        if _jaxpr.is_literal(atom):
-            return self._const(atom.val, atom.aval) if atom.aval.shape else atom
-        return env[atom]
-
-    def _const(self, value: Any, aval: Any) -> Var:
-        """One variable for one array object, however often it is closed over."""
-        if id(value) not in self._const_vars:
-            var = self._const_vars[id(value)] = _jaxpr.new_var(aval)
-            self.consts[var] = value
-        return self._const_vars[id(value)]
+def _copied(tape: Tape, results: Sequence[Atom], outer: Sequence[Var]) -> list[Var]:
+    """Each result that no equation makes (a literal, a constant, a parameter) gets an equation that copies it."""
+    copied = []
+    for atom in results:
+        made = not _jaxpr.is_literal(atom) and (atom in outer or tape.maker(atom) is not None)
+        copied.append(atom if made else tape.apply("copy", jnp.copy, [atom]))
+    return copied
 
 
-def _check_effects(eqn: Eqn) -> None:
-    for effect in eqn.effects:
-        if type(effect).__name__ != "DebugEffect":
-            raise CutError(
-                f"equation {_jaxpr.name_of(eqn)} has the side effect {effect}: units run more than once (backward "
-                f"recomputes them), so it would happen twice; use unordered jax.debug.print/callback, or return the value"
-            )
-
-
-def _name_results(linear: Linear) -> None:
-    """Gives each result that no equation makes (a literal, a constant, a parameter) an equation that copies it."""
-    outer, made = set(linear.outer), {var for eqn in linear.eqns for var in eqn.outvars}
-    results = []
-    for atom in linear.results:
-        if _jaxpr.is_literal(atom) or (atom not in outer and atom not in made):
-            atom = emit(linear.eqns, jnp.copy, [atom])[0]
-        results.append(atom)
-    linear.results = tuple(results)
-
-
-def emit(eqns: list[Eqn], fn: Callable[..., Any], atoms: Sequence[Atom]) -> list[Atom]:
-    """Appends the equations of a JAX function on atoms; it must not close over arrays."""
-    block = _jaxpr.trace(fn, *(_jaxpr.struct_of(atom) for atom in atoms)).block
-    inliner = _Inliner(keep_custom=True)
-    results = inliner.run(block, atoms)
-    assert not inliner.consts
-    eqns.extend(inliner.eqns)
-    return results
-
-
-def remove_dead(linear: Linear) -> None:
-    """Drops the equations that neither a result nor a side effect needs."""
-    needed: set[Any] = {atom for atom in linear.results if not _jaxpr.is_literal(atom)}
+def _live(eqns: Sequence[Eqn], results: Iterable[Any]) -> list[Eqn]:
+    """The equations that a result or a side effect needs."""
+    needed: set[Any] = set(results)
     kept = []
-    for eqn in reversed(linear.eqns):
+    for eqn in reversed(in_order(eqns)):
         if eqn.effects or any(var in needed for var in eqn.outvars):
             needed.update(variables(eqn.invars))
             kept.append(eqn)
-    linear.eqns = kept[::-1]
-    linear.consts = {var: value for var, value in linear.consts.items() if var in needed}
+    return kept[::-1]
+
+
+def _replaced(eqn: Eqn, env: Mapping[Var, Atom]) -> Eqn:
+    if not any(atom in env for atom in variables(eqn.invars)):
+        return eqn
+    return _jaxpr.with_atoms(eqn, [_jaxpr.lookup(env, atom) for atom in eqn.invars], eqn.outvars)
+
+
+def _whole_warnings(tape: Tape, depths: Mapping[int, int], leaves: Sequence[Leaf]) -> list[str]:
+    warnings = []
+    for index, eqn in sorted(whole_uses(tape, dict(depths)).items()):
+        leaf = leaves[index]
+        num_bytes = leaf.size * leaf.dtype.itemsize
+        warnings.append(
+            f"stacked leaf {leaf.name} ({format_bytes(num_bytes)}) is used outside its scan by {_jaxpr.name_of(eqn)}, "
+            f"which cannot be done slice by slice: the unit that does it reads all of the leaf"
+        )
+    return warnings
+
+
+def _flat_index(leaf: Leaf, prefix: Sequence[int]) -> int:
+    index = 0
+    for position, length in zip(prefix, leaf.shape[: leaf.stack_ndim], strict=True):
+        index = index * length + position
+    assert index < max(1, math.prod(leaf.shape[: leaf.stack_ndim]))
+    return index
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from zinf_jax.graph import _jaxpr
 from zinf_jax.graph._equal import Keys
 from zinf_jax.graph._jaxpr import Eqn, Var
-from zinf_jax.graph._linear import Linear, emit, variables
+from zinf_jax.graph._linear import Linear, variables
 
 _PARAM, _BATCH = 1, 2
 _TINY_BYTES = 4096  # a value of the batch alone that is carried without a thought
@@ -104,7 +104,7 @@ class _Placer:
         for position, var in enumerate(results):
             if var in self._closures:
                 copies.append(len(linear.eqns))
-                results[position] = emit(linear.eqns, jnp.copy, [var])[0]
+                results[position] = _jaxpr.append(linear.eqns, jnp.copy, [var])
                 self._kind[results[position]] = self._kind[var]
                 assert len(linear.eqns) == copies[-1] + 1
         linear.results = tuple(results)

@@ -1,7 +1,8 @@
 """Cuts a function of parameters into a linear sequence of units (DESIGN 3.1)."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,11 @@ from zinf_jax.errors import CutError
 from zinf_jax.graph import _jaxpr
 from zinf_jax.graph._build import Builder
 from zinf_jax.graph._equal import Keys
-from zinf_jax.graph._jaxpr import Var
 from zinf_jax.graph._linear import Linear, linearize
 from zinf_jax.graph._place import Step, live_bytes, place
 from zinf_jax.graph._segment import Steps, choose_cuts
 from zinf_jax.graph.types import UnitGraph
-from zinf_jax.leaves import Leaf, Piece
+from zinf_jax.leaves import Leaf
 from zinf_jax.units import format_bytes
 
 # Repeated blocks smaller than this share of the limit are taken several at a time.
@@ -31,6 +31,7 @@ def cut_function(
     *,
     max_unit_bytes: int,
     differentiate: bool = True,
+    stacks: Mapping[int, int] | None = None,
 ) -> UnitGraph:
     """Cuts `fn(params, *args)` into units.
 
@@ -44,6 +45,8 @@ def cut_function(
       leaves: `classify(params)`: one per leaf, in flattening order.
       args: Pytrees of abstract values (one micro-batch, rng, state). Never differentiated.
       max_unit_bytes: Parameter bytes that a unit reads. A single equation that reads more is a unit of its own.
+      stacks: `stack_ndim` by leaf index where pages exist already (those of a training cut, for evaluation): leaves
+        not in it are not stacked. None: whatever the function allows.
       differentiate: False for evaluation: no unit has a backward.
 
     Raises:
@@ -53,15 +56,13 @@ def cut_function(
     """
     if max_unit_bytes <= 0:
         raise ValueError(f"max_unit_bytes must be positive, got {max_unit_bytes}")
-    linear = linearize(fn, params, leaves, args, keep_custom=differentiate)
-    loss = _check_loss(linear) if differentiate else None
-    keys = Keys(differentiate=differentiate)
-    piece_of = {var: Piece(leaf, 0) for var, (leaf, _) in linear.pieces.items()}
-    steps = place(linear, keys)
+    linear = linearize(fn, params, leaves, args, keep_custom=differentiate, stacks=stacks)
     if differentiate:
-        loss = linear.results[0]
-    groups, warnings = _group(linear, steps, keys, max_unit_bytes)
-    builder = Builder(linear, leaves, piece_of, keys, loss)
+        _check_loss(linear)
+    keys = Keys(differentiate=differentiate)
+    steps = place(linear, keys)
+    groups, warnings = _group(linear, steps, max_unit_bytes)
+    builder = Builder(linear, keys, linear.results[0] if differentiate else None)
     units = builder.build(groups)
     programs = tuple(builder.programs)
     trained = {
@@ -72,7 +73,7 @@ def cut_function(
     }
     results = tuple(builder.value_id(var) for var in linear.results)
     return UnitGraph(
-        leaves=tuple(leaves),
+        leaves=linear.leaves,
         units=tuple(units),
         programs=programs,
         values=tuple(builder.values),
@@ -82,23 +83,20 @@ def cut_function(
         out_tree=linear.out_tree,
         trained_pieces=frozenset(trained),
         backward=tuple(unit.index for unit in reversed(units) if programs[unit.program].differentiable),
-        warnings=tuple(warnings),
+        warnings=(*linear.warnings, *warnings),
     )
 
 
-def _check_loss(linear: Linear) -> Var:
+def _check_loss(linear: Linear) -> None:
     if not linear.results:
         raise CutError("the loss function returns nothing; it must return a scalar loss, or (loss, aux)")
     loss = linear.results[0]
     if loss.aval.shape != () or not _jaxpr.is_floating(loss) or np.issubdtype(loss.aval.dtype, np.complexfloating):
         kind = f"{loss.aval.dtype}{list(loss.aval.shape)}"
         raise CutError(f"the loss must be a real floating scalar, got {kind}; reduce it, for example with .mean()")
-    return loss
 
 
-def _group(
-    linear: Linear, steps: list[Step], keys: Keys, max_unit_bytes: int
-) -> tuple[list[list[Step]], list[str]]:
+def _group(linear: Linear, steps: list[Step], max_unit_bytes: int) -> tuple[list[list[Step]], list[str]]:
     """Splits the steps into units; warns about units that read more than they should."""
     sizes = {var: _jaxpr.bytes_of(var) for var in linear.pieces}
     view = Steps(
@@ -109,7 +107,7 @@ def _group(
     min_bytes = min(_MIN_BYTES, math.ceil(max_unit_bytes / _MIN_SHARE))
     borders = [0, *choose_cuts(view, max_unit_bytes, min_bytes), len(steps)]
     groups, warnings = [], []
-    for start, stop in zip(borders[:-1], borders[1:], strict=True):
+    for start, stop in itertools.pairwise(borders):
         if start == stop:
             continue
         groups.append(steps[start:stop])
