@@ -2,7 +2,7 @@
 
 Guarantees:
   * The mapping takes the bytes asked for, rounded up to 4096, and no more: no rounding to a power of two.
-  * Its base lies on a 2 MiB boundary, so any offset that is a multiple of the I/O alignment can be transferred in place.
+  * Its base lies on a 2 MiB boundary: any offset that is a multiple of the I/O alignment is transferred in place.
   * A view keeps the memory alive; `close` refuses while one exists, whoever holds it.
   * A forked child does not inherit it (touching it there is a segmentation fault, never a wrong byte): a fork
     would make the pages copy-on-write under transfers that are in flight.
@@ -13,6 +13,7 @@ import os
 import pathlib
 import resource
 import weakref
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,7 @@ class Arena:
 class _Mapping:
     """Owns the mapping; a view holds `base` through the owner of its cffi buffer."""
 
-    def __init__(self, base: object, num_bytes: int):
+    def __init__(self, base: Any, num_bytes: int):
         self._unmapper = _Unmapper(num_bytes)
         # Called when neither the arena nor any view is left. No reference leads back from it: no cycle to collect.
         self.base = ffi.gc(base, self._unmapper)
@@ -149,7 +150,7 @@ class _Mapping:
     def unmapped(self) -> bool:
         return self._unmapper.done
 
-    def buffer(self, offset: int, num_bytes: int) -> object:
+    def buffer(self, offset: int, num_bytes: int) -> Any:
         return ffi.buffer(ffi.gc(self.base + offset, _Keep(self.base)), num_bytes)
 
     def unmap(self) -> None:
@@ -164,7 +165,7 @@ class _Unmapper:
         self._num_bytes = num_bytes
         self.done = False
 
-    def __call__(self, base: object) -> None:
+    def __call__(self, base: Any) -> None:
         if not self.done and os.getpid() == self._pid:
             lib.zaio_arena_unmap(base, self._num_bytes)
         self.done = True
@@ -173,7 +174,7 @@ class _Unmapper:
 class _Keep:
     """A destructor that does nothing but hold the mapping until then."""
 
-    def __init__(self, kept: object):
+    def __init__(self, kept: Any):
         self.kept = kept
 
     def __call__(self, _: object) -> None:
@@ -187,7 +188,7 @@ def _huge_pages_enabled() -> bool:
         return False
 
 
-def _lock(base: object, num_bytes: int, wish: bool | str) -> tuple[bool, str]:
+def _lock(base: Any, num_bytes: int, wish: bool | str) -> tuple[bool, str]:
     if wish is False:
         return False, ""
     _raise_soft_limit()

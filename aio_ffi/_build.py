@@ -40,7 +40,13 @@ def missing_kernel_aio() -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "probe.c")
         source.write_text(PROBE)
-        command = [*compiler, *shlex.split(os.environ.get("CFLAGS", "")), str(source), "-o", str(source.with_suffix(""))]
+        command = [
+            *compiler,
+            *shlex.split(os.environ.get("CFLAGS", "")),
+            str(source),
+            "-o",
+            str(source.with_suffix("")),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:

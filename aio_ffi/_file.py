@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import weakref
+from typing import Any
 
 from aio_ffi._errors import AioError
 from aio_ffi._filesystem import DirectSupport
@@ -17,7 +18,7 @@ SLICE_NS = 100_000_000  # a wait in C is cut here, so that Ctrl-C is seen
 class NativeFile:
     """Owns the C file and, through it, the two descriptors."""
 
-    def __init__(self, engine: "object", handle: "object", path: str):
+    def __init__(self, engine: Any, handle: Any, path: str):
         self._engine = engine  # the C engine must outlive the C file
         self._pid = os.getpid()
         self.handle = handle

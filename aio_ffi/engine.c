@@ -33,7 +33,8 @@ static void cond_init_monotonic(pthread_cond_t *cond) {
 
 int zaio_engine_create(const zaio_options *options, zaio_engine **out) {
     if (options->block_size < 4096 || options->block_size > (1 << 30) || options->block_size % 4096 ||
-        options->queue_depth < 1 || options->num_rings < 0 || options->num_workers < 1)
+        options->queue_depth < 1 || options->num_rings < 0 || options->num_rings > MAX_WORKERS ||
+        options->num_workers < 1 || options->num_workers > MAX_WORKERS)
         return -EINVAL;
     zaio_engine *engine = calloc(1, sizeof *engine);
     if (!engine) return -ENOMEM;
@@ -113,7 +114,10 @@ void zaio_engine_statistics(zaio_engine *engine, zaio_statistics *out) {
 }
 
 int64_t zaio_engine_num_failed(zaio_engine *engine) {
-    return __atomic_load_n(&engine->stats.num_failed, __ATOMIC_ACQUIRE);
+    pthread_mutex_lock(&engine->mutex); /* an op that is counted here is also seen to be done */
+    int64_t num_failed = engine->stats.num_failed;
+    pthread_mutex_unlock(&engine->mutex);
+    return num_failed;
 }
 
 void *bounce_alloc(zaio_engine *engine) {
@@ -188,8 +192,7 @@ bool take_piece(zaio_engine *engine, worker *worker, piece *out) {
 
 /* Caller holds the mutex. The store to `done` is the last touch: its owner may free the op at once. */
 static void complete_op(zaio_engine *engine, zaio_op *op) {
-    if (op->result.error || op->result.end_of_file)
-        __atomic_add_fetch(&engine->stats.num_failed, 1, __ATOMIC_RELEASE);
+    if (op->result.error || op->result.end_of_file) engine->stats.num_failed++;
     op->file->in_flight--;
     if (--engine->stats.in_flight == 0) engine->stats.busy_ns += now_ns() - engine->busy_since_ns;
     atomic_store_explicit(&op->done, 1, memory_order_release);
@@ -218,20 +221,26 @@ void finish_piece(zaio_engine *engine, const piece *piece, int error, bool end_o
     pthread_mutex_unlock(&engine->mutex);
 }
 
-/* Wakes as many idle workers as the lane has pieces for. Caller holds the mutex. */
-static void wake_lane(zaio_engine *engine, int index) {
-    lane *lane = &engine->lanes[index];
+/* Which idle rings to wake: as many as the lane has pieces for. Caller holds the mutex, and wakes them after it let go
+   (a woken thread that finds the mutex taken costs two more context switches). */
+static uint64_t pick_hungry(lane *lane) {
+    uint64_t picked = 0;
     int64_t wanted = lane->num_waiting;
-    if (index == LANE_THREADS) {
-        for (int i = 0; i < lane->num_workers && wanted > 0; i++, wanted--) pthread_cond_signal(&engine->work);
-        return;
-    }
     for (int i = 0; i < lane->num_workers && wanted > 0; i++) {
         worker *worker = &lane->workers[i];
         if (!worker->hungry) continue;
         worker->hungry = false;
         wanted--;
-        ring_wake(worker);
+        picked |= 1ull << i;
+    }
+    return picked;
+}
+
+static void wake(zaio_engine *engine, lane *lane, uint64_t picked) {
+    for (int i = 0; picked; i++, picked >>= 1) {
+        if (!(picked & 1)) continue;
+        if (lane->workers[i].ring) ring_wake(&lane->workers[i]);
+        else pthread_cond_signal(&engine->work);
     }
 }
 
@@ -258,15 +267,17 @@ int zaio_submit(zaio_engine *engine, zaio_file *file, int kind, char *buffer, in
     if (engine->stats.in_flight++ == 0) engine->busy_since_ns = now_ns();
     if (engine->stats.in_flight > engine->stats.max_in_flight) engine->stats.max_in_flight = engine->stats.in_flight;
     file->in_flight++;
+    lane *lane = &engine->lanes[file->lane];
+    uint64_t picked = 0;
     if (num_bytes) {
-        lane *lane = &engine->lanes[file->lane];
         enqueue(lane, op);
         lane->num_waiting += num_blocks(engine, num_bytes);
-        wake_lane(engine, file->lane);
+        picked = pick_hungry(lane);
     } else {
         complete_op(engine, op);
     }
     pthread_mutex_unlock(&engine->mutex);
+    wake(engine, lane, picked);
     *out = op;
     return 0;
 }

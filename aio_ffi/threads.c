@@ -74,8 +74,10 @@ static void *worker_main(void *arg) {
         if (engine->faults) fault_gate(engine, ZAIO_GATE_SUBMIT);
         pthread_mutex_lock(&engine->mutex);
         bool taken;
-        while (!(taken = take_piece(engine, worker, &piece)) && !engine->stopping)
+        while (!(taken = take_piece(engine, worker, &piece)) && !engine->stopping) {
+            worker->hungry = true; /* cleared by who signals: as many flags as sleepers that no signal is meant for */
             pthread_cond_wait(&engine->work, &engine->mutex);
+        }
         pthread_mutex_unlock(&engine->mutex);
         if (!taken) return NULL;
         bool end_of_file = false;

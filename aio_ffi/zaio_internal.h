@@ -16,7 +16,7 @@
 
 #include "zaio.h"
 
-enum { LANE_RINGS = 0, LANE_THREADS = 1, NUM_LANES = 2 };
+enum { LANE_RINGS = 0, LANE_THREADS = 1, NUM_LANES = 2, MAX_WORKERS = 64 /* bits of a wake-up mask */ };
 
 struct zaio_op {
     zaio_engine *engine;
