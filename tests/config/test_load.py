@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_jax.config import Config, entries, load
+import zinf_jax.config
+from zinf_jax.config import Config, entries, load, markdown
 from zinf_jax.config._files import parse_gin, parse_json
 from zinf_jax.errors import ConfigError
 
@@ -241,3 +242,8 @@ def test_every_key_is_documented() -> None:
     for path in ("streaming.lookahead", "streaming.num_chunk_frames", "aio.queue_depth", "placement.optimizer"):
         assert " x " in by_path[path].text or "Bytes per parameter" in by_path[path].text
     assert dataclasses.asdict(by_path["aio.block_size"])["default"] == "1.00 MiB"
+
+
+def test_the_reference_page_is_current() -> None:
+    """Rewrite it with `zinf config-reference --markdown > zinf_jax/config/REFERENCE.md`."""
+    assert (Path(zinf_jax.config.__file__).parent / "REFERENCE.md").read_text() == markdown()

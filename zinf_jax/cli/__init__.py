@@ -1,5 +1,6 @@
-"""The command `zinf`."""
+"""The command `zinf`. `_run` and `_tools` register the commands with the application when they are imported."""
 
+from zinf_jax.cli import _run, _tools
 from zinf_jax.cli._app import app
 
 
@@ -8,4 +9,4 @@ def main() -> None:
     app()
 
 
-__all__ = ["app", "main"]
+__all__ = ["_run", "_tools", "app", "main"]
