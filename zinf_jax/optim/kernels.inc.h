@@ -9,8 +9,9 @@
  *   vacc, vacc_zero, vacc_add_squares, vacc_store     16 sums in fp64
  *   VARIANT                   name of the exported table
  *
- * Which products are fused with which sum is what XLA:CPU (LLVM 20, AVX2) does with optax's expressions when update
- * and optax.apply_updates are jitted together; with a constant learning rate the results are equal bit for bit.
+ * The order of operations, and which products are fused with which sum, is what XLA:CPU makes of optax's expressions
+ * when update and optax.apply_updates are jitted together on a tree of several leaves: equal bit for bit with jax 0.10.
+ * (For a tree of one leaf XLA multiplies by the reciprocals of the bias corrections instead: a few ulp of the update.)
  */
 #include <string.h>
 
@@ -43,8 +44,8 @@ INLINE void store_master(const zinf_range *r, int64_t i, int dtype, vf value) {
 }
 
 /* Coefficients by rule; [0] holds the flags, [1] the negated learning rate, [2] the weight decay.
- *   adam:    3 b1, 4 1-b1, 5 b2, 6 1-b2, 7 and 8 reciprocals of the bias corrections of mu and nu,
- *            9 eps_root, 10 eps, 11 reciprocal of the gradient's bias correction (Nesterov)
+ *   adam:    3 b1, 4 1-b1, 5 b2, 6 1-b2, 7 and 8 bias corrections of mu and nu, 9 eps_root, 10 eps,
+ *            11 bias correction of the gradient (Nesterov)
  *   lion:    3 b1, 4 1-b1, 5 b2, 6 1-b2
  *   sgd:     3 momentum
  *   adagrad: 3 eps
@@ -70,9 +71,13 @@ INLINE fraction move_slots(int kernel, int flags, int gradient_dtype, const zinf
         v = v_fma(c[6], v_mul(g, g), v_mul(c[5], v));
         v_store(r->slots[0] + i, m);
         v_store(r->slots[1] + i, v);
-        u.numerator = v_mul(m, c[7]);
-        if (flags & ZINF_NESTEROV) u.numerator = v_fma(u.numerator, c[3], v_mul(v_mul(g, c[11]), c[4]));
-        u.denominator = v_add(v_sqrt(v_fma(v, c[8], c[9])), c[10]);
+        u.denominator = v_add(v_sqrt(v_add(v_div(v, c[8]), c[9])), c[10]);
+        if (flags & ZINF_NESTEROV) {
+            u.numerator = v_fma(v_div(m, c[7]), c[3], v_mul(v_div(g, c[11]), c[4]));
+        } else { /* XLA: (m / c) / d -> m / (c * d) */
+            u.numerator = m;
+            u.denominator = v_mul(c[7], u.denominator);
+        }
     } else if (kernel == ZINF_LION) {
         vf m = v_load(r->slots[0] + i);
         u.numerator = v_sign(v_fma(c[4], g, v_mul(c[3], m)));

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 try:
-    from zinf_jax.optim import _host
+    from zinf_jax.optim import _host  # type: ignore[attr-defined]
 except ImportError as error:  # the one thing a fresh checkout lacks
     raise ImportError(
         f"the host kernels are not built ({error}): run `python zinf_jax/optim/_build.py`, or `pip install -e .`"
