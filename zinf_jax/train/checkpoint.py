@@ -239,7 +239,7 @@ def _copy(
     to_store: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Moves all chunks between the run's tiers and a store's files. What already is in that very file is left alone."""
+    """Moves all chunks between the run's tiers and a store's files. What already is in that very file is not written to it again."""
     own = store is engine.store
     offsets, record = engine.offsets, engine.record
 
@@ -249,7 +249,8 @@ def _copy(
             (WEIGHTS, tiers.weights, frame.weights, page.dtype.itemsize),
             (OPTIMIZER, tiers.optimizer, frame.record, record.itemsize if page.trainable else 0),
         ):
-            if not item or (own and tier.value == "nvme"):
+            # A frame is written back to all tiers after loading, so then it must be filled whole.
+            if not item or (own and to_store and tier.value == "nvme"):
                 continue
             offset = offsets[kind][page.index] + chunk.start * item
             if to_store:
