@@ -247,3 +247,19 @@ def test_every_key_is_documented() -> None:
 def test_the_reference_page_is_current() -> None:
     """Rewrite it with `zinf config-reference --markdown > zinf_jax/config/REFERENCE.md`."""
     assert (Path(zinf_jax.config.__file__).parent / "REFERENCE.md").read_text() == markdown()
+
+
+@pytest.mark.parametrize("mesh", [{"data": -1}, {"fsdp": 0}, {"fsdp": -1, "tp": -1}, {"fsdp": 1.5}])
+def test_meshes_that_cannot_be_made_are_refused(mesh: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="mesh"):
+        load({"mesh": mesh})
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5, 1, 1.0])
+def test_every_fraction_is_valid(fraction: float) -> None:
+    """CF08."""
+    config = load({"placement": {"optimizer": "nvme", "optimizer_fraction": fraction}, "streaming": {"chunk_bytes": 1}})
+    assert config.placement.optimizer == ("nvme" if fraction else "device")
+    for wrong in (-0.1, 1.1, "half", True):
+        with pytest.raises(ConfigError, match=r"placement\.optimizer_fraction"):
+            load({}, overrides={"placement.optimizer_fraction": wrong})

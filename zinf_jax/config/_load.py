@@ -67,9 +67,26 @@ def _build(raw: dict[str, Any], changes: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise from_validation(error, _help_texts(), known=known, sources=sources) from None
     notes += _section_notes(raw)
+    notes += _version_notes(config)
+    if config.placement.optimizer_fraction == 0:
+        placement = config.placement.model_copy(update={"optimizer": "device", "optimizer_fraction": 1.0})
+        config = config.model_copy(update={"placement": placement})
+    return config.model_copy(update={"notes": tuple(dict.fromkeys(notes))})
+
+
+def _version_notes(config: Config) -> list[str]:
+    """What this version does less well than asked; none of it changes a result."""
+    notes = []
     if config.nvme_path and len(config.nvme_path) > 1:
         notes.append(f"nvme_path: this version puts all pages in the first directory, {config.nvme_path[0]}")
-    return config.model_copy(update={"notes": tuple(dict.fromkeys(notes))})
+    if 0 < config.placement.optimizer_fraction < 1:
+        notes.append("placement.optimizer_fraction: this version puts all optimizer state on placement.optimizer")
+    if config.placement.weights_host_cache:
+        notes.append(
+            "placement.weights_host_cache: this version reads weights on nvme in each pass; placement.weights: auto "
+            "keeps on host what host_memory allows"
+        )
+    return notes
 
 
 def _section_notes(raw: Mapping[str, Any]) -> list[str]:

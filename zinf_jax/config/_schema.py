@@ -81,11 +81,10 @@ class Config(Section):
     pin_memory: bool | None = None
     """Keep the arena from being paged out (mlock). `auto`: if RLIMIT_MEMLOCK allows, and the report says why not;
     true: or an error; false: not."""
-    huge_pages: bool = True
-    """Ask for 2 MiB pages for the arena (madvise): up to three times the read rate with O_DIRECT."""
     partitioning: Partitioning = Partitioning()
     mesh: dict[str, int] = Field(default={"fsdp": -1})
-    """Axis names and sizes, in order; one size may be -1: all remaining devices. Ignored if a mesh is passed."""
+    """Axis names and sizes, in order; one size may be -1: all remaining devices. State is sharded and the batch split
+    over `fsdp`; other axes are for the model's own shardings. A mesh that is passed to the Trainer wins."""
     streaming: Streaming = Streaming()
     aio: Aio = Aio()
     host_threads: Positive | None = None
@@ -128,6 +127,8 @@ class Config(Section):
     def _valid_mesh(cls, value: dict[str, int]) -> dict[str, int]:
         if any(size < 1 and size != -1 for size in value.values()) or list(value.values()).count(-1) > 1:
             raise ValueError("each axis size is positive, and at most one is -1 (all remaining devices)")
+        if "fsdp" not in value:
+            raise ValueError("one axis must be called fsdp: state is sharded and the batch split over it (1 is a size)")
         return value
 
     @field_validator("optimizer")
@@ -139,10 +140,6 @@ class Config(Section):
     def _consistent(self, info: ValidationInfo) -> "Config":
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16.enabled and fp16.enabled exclude each other: turn one off")
-        if self.partitioning.axis not in self.mesh:
-            raise ValueError(
-                f"partitioning.axis is {self.partitioning.axis!r}, but mesh has only {sorted(self.mesh)}: add it there"
-            )
         self._check_batch()
         if self.scheduler is not None:
             lr = None if self.optimizer is None else self.optimizer.params.get("lr")

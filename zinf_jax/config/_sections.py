@@ -61,20 +61,19 @@ class Placement(Section):
     residuals: Tier | None = None
     """Tier of the values that forward saves for backward. Bytes: bytes crossing each cut x micro-batches of a group."""
     optimizer_fraction: Fraction = 1.0
-    """Share of the optimizer state that goes to `placement.optimizer`; the rest stays on the device (whole pages)."""
+    """Share of the optimizer state that goes to `placement.optimizer`; the rest stays on the device (whole pages).
+    0 is `placement.optimizer: device`."""
     weights_host_cache: Bytes | None = None
     """Of weights on nvme: bytes that may stay in host memory between uses. 0: none. `auto`: none."""
 
 
 class Partitioning(Section):
-    """What is sharded over the data-parallel axis: ZeRO's stages as one value."""
+    """What is sharded over the mesh axis `fsdp`: ZeRO's stages as one value."""
 
     place = "partitioning"
 
     stage: Literal[0, 1, 2, 3] = 3
     """0: nothing; 1: optimizer state; 2: and gradients; 3: and weights."""
-    axis: str = "fsdp"
-    """Mesh axis over which state is sharded and the batch is split."""
 
     @field_validator("stage", mode="before")
     @classmethod
@@ -93,7 +92,7 @@ class Streaming(Section):
     max_in_flight: Positive = 2
     """Unit programs dispatched before the oldest output must be ready. Device bytes: max_in_flight x largest unit."""
     max_unit_bytes: PositiveBytes | None = None
-    """Parameter bytes per unit, unsharded. `auto`: the largest block that the cut finds within the device budget."""
+    """Parameter bytes per unit, unsharded. `auto`: 1 GiB. Part of the computation, as the cut is."""
     page_bytes: PositiveBytes | None = None
     """Upper limit of one page, where leaves are grouped; a single larger leaf is one page. `auto`: 256 MiB."""
     min_io_bytes: PositiveBytes = 1 << 20
