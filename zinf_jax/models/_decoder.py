@@ -207,6 +207,7 @@ def spec_of(config: DecoderConfig, *, name: str = "decoder") -> ModelSpec:
         loss_fn=dropout_loss_fn if config.dropout else eval_loss_fn,
         eval_loss_fn=eval_loss_fn,
         logits_fn=logits_fn,
+        batch_fn=lambda size: {"tokens": jax.ShapeDtypeStruct((size, config.seq_len + 1), np.int32)},
         takes_rng=bool(config.dropout),
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,

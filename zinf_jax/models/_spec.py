@@ -22,6 +22,7 @@ class ModelSpec:
         The batch is what the data factory yields; for `decoder` it is {"tokens": int32[B, T + 1]}.
       eval_loss_fn: (params, batch) -> loss without dropout; None: `loss_fn`, which then must not take an rng.
       logits_fn: (params, int32 tokens[B, T]) -> logits[B, T, vocab_size], causal; None: the model cannot generate.
+      batch_fn: batch size -> a batch of `ShapeDtypeStruct`s, to plan with before there is data, or None.
       takes_rng: Whether `loss_fn` takes a third argument.
       vocab_size, seq_len: Sizes that the data must fit; None where they mean nothing.
     """
@@ -31,6 +32,7 @@ class ModelSpec:
     loss_fn: Callable[..., Any]
     eval_loss_fn: Callable[[Any, Any], Any] | None = None
     logits_fn: Callable[[Any, Any], Any] | None = None
+    batch_fn: Callable[[int], Any] | None = None
     takes_rng: bool = False
     vocab_size: int | None = None
     seq_len: int | None = None

@@ -31,8 +31,10 @@ from zinf_jax.stream.stats import Stats
 from zinf_jax.train import checkpoint, report
 from zinf_jax.train.data import Data
 from zinf_jax.train.metrics import MetricsWriter, read_metrics
+from zinf_jax.train.offline import generate, plan
 from zinf_jax.train.progress import Display, StepView
 from zinf_jax.train.recipe import (
+    CONFIG_FILE,
     LoopOptions,
     batch_size_of,
     build_data,
@@ -46,7 +48,6 @@ from zinf_jax.train.rundir import read_manifest
 from zinf_jax.train.shutdown import Shutdown
 from zinf_jax.train.trainer import StepOutput, Trainer
 
-CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 SAMPLE_FILE = "sample.txt"
 
@@ -348,3 +349,6 @@ def _peaks(trainer: Trainer) -> dict[str, Peak]:
         "device memory": Peak(plan.device_bytes, stats.peak_device_bytes),
         "process memory": Peak(plan.peak_rss_bytes, stats.peak_rss_bytes),
     }
+
+
+__all__ = ["Summary", "generate", "plan", "run"]

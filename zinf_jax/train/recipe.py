@@ -18,6 +18,7 @@ from zinf_jax.train.generate import generate
 from zinf_jax.train.setup import make_topology
 from zinf_jax.train.trainer import Trainer
 
+CONFIG_FILE = "config.yaml"  # in a run directory: the config as it was resolved
 DATA_DIR = "data"
 TEXT_FACTORY = "zinf_jax.train.data:text"
 
