@@ -255,5 +255,3 @@ def _run(eqns: Sequence[Eqn], env: dict[Var, Any]) -> None:
     for eqn in eqns:
         values = [atom.val if _jaxpr.is_literal(atom) else env[atom] for atom in eqn.invars]
         env.update(zip(eqn.outvars, _jaxpr.bind(eqn, values), strict=True))
-
-

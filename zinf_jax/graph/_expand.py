@@ -131,7 +131,6 @@ def _check_effects(eqn: Eqn) -> None:
         if type(effect).__name__ != "DebugEffect":
             raise CutError(
                 f"equation {_jaxpr.name_of(eqn)} has the side effect {effect}: units run more than once (backward "
-                f"recomputes them), so it would happen twice; use unordered jax.debug.print/callback, or return the value"
+                f"recomputes them), so it would happen twice; use unordered jax.debug.print or jax.debug.callback, or "
+                f"return the value"
             )
-
-

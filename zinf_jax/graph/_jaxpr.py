@@ -11,13 +11,18 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 from jax.interpreters import partial_eval
+
+if TYPE_CHECKING:
+    Var = Any  # JAX's annotations know nothing of shapes
+else:
+    from jax.extend.core import Var
 
 Atom = Any  # Var | Literal
 Eqn = Any  # jex_core.JaxprEqn

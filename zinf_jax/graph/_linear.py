@@ -67,7 +67,8 @@ def linearize(
     """
     traced, arrays = _trace(fn, params, leaves, args)
     tape = Tape()
-    invars = [tape.add_piece((leaf.index, ()), var.aval) for leaf, var in zip(arrays, traced.block.invars, strict=False)]
+    leading = traced.block.invars[: len(arrays)]
+    invars = [tape.add_piece((leaf.index, ()), var.aval) for leaf, var in zip(arrays, leading, strict=True)]
     outer = [_jaxpr.fresh_like(var) for var in traced.block.invars[len(arrays) :]]
     for var in outer:
         tape.add_outer(var)

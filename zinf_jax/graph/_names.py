@@ -12,8 +12,10 @@ def unit_name(leaves: Sequence[Leaf], pieces: Sequence[Piece], index: int) -> st
     paths = [leaves[piece.leaf].name.split("/") for piece in pieces]
     common = list(paths[0])
     for path in paths[1:]:
-        length = next((i for i, (a, b) in enumerate(zip(common, path, strict=False)) if a != b), min(len(common), len(path)))
-        common = common[:length]
+        shared = min(len(common), len(path))
+        while common[:shared] != path[:shared]:
+            shared -= 1
+        common = common[:shared]
     if common[:1] == ["params"] and len(paths[0]) > 1:
         common = common[1:]
         paths = [path[1:] if path[0] == "params" else path for path in paths]

@@ -33,8 +33,12 @@ def indexed_leaves(tape: Tape) -> dict[int, int]:
         element = tape.element(eqn.invars[0], ranges[0][0])
         if not prefix and element is not None and tape.sources(element) - sources:
             taken.setdefault(leaf, set()).update(start for start, _ in ranges)
-    lengths = {leaf: tape.slots[leaf, ()].aval.shape[0] for leaf in taken}
-    return {leaf: 1 for leaf, found in taken.items() if len(found) == lengths[leaf] and 2 <= lengths[leaf] <= MAX_SLICES}
+    depths = {}
+    for leaf, found in taken.items():
+        length = tape.slots[leaf, ()].aval.shape[0]
+        if len(found) == length and 2 <= length <= MAX_SLICES:
+            depths[leaf] = 1
+    return depths
 
 
 def assemble(tape: Tape, depths: dict[int, int]) -> tuple[list[Eqn], dict[Var, Atom]]:
@@ -61,7 +65,7 @@ def _made(tape: Tape, slot: Slot, depth: int) -> Atom:
     if len(prefix) > depth:
         return tape.index(_made(tape, (leaf, prefix[:-1]), depth), prefix[-1])
     var = tape.slots[slot]
-    elements = [tape.element(var, i) for i in range(var.aval.shape[0])]
+    elements: list[Atom] = [tape.element(var, i) for i in range(var.aval.shape[0])]
     return tape.stack([_made(tape, tape.pieces[element], depth) for element in elements])
 
 

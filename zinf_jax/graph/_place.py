@@ -27,10 +27,12 @@ from zinf_jax.graph._linear import Linear, variables
 _PARAM, _BATCH = 1, 2
 _TINY_BYTES = 4096  # a value of the batch alone that is carried without a thought
 _HEAVY = frozenset(
-    "dot_general conv_general_dilated ragged_dot ragged_dot_general scan while cond sort top_k approx_top_k fft "
-    "cumsum cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max cholesky qr svd eigh "
-    "lu triangular_solve custom_linear_solve pallas_call custom_jvp_call custom_vjp_call scatter scatter-add "
-    "householder_product random_gamma pure_callback io_callback ffi_call shard_map".split()  # noqa: SIM905
+    """
+    dot_general conv_general_dilated ragged_dot ragged_dot_general scan while cond sort top_k approx_top_k fft
+    cumsum cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max cholesky qr svd eigh
+    lu triangular_solve custom_linear_solve pallas_call custom_jvp_call custom_vjp_call scatter scatter-add
+    householder_product random_gamma pure_callback io_callback ffi_call shard_map
+    """.split()  # noqa: SIM905
 )
 _COSTLY = {"random_bits": 30, "threefry2x32": 30, "exp": 4, "log": 4, "sin": 4, "cos": 4, "tanh": 4, "pow": 8}
 # Parameters of these hold positions, in which equal layers differ: they are better done once, up front.
@@ -142,11 +144,11 @@ class _Placer:
             return 4 * made >= read and not shared
         if name in _HEAVY or any(var not in self._outer and var not in self._early for var in closure.values):
             return False
+        elements = sum(math.prod(var.aval.shape) for var in eqn.outvars)
         if kind == 0:
-            return count <= 32
+            return count <= 32 and closure.cost <= 64 * max(elements, 4096)
         if made <= _TINY_BYTES and name in _POSITIONAL:
             return False
-        elements = sum(math.prod(var.aval.shape) for var in eqn.outvars)
         return count <= 64 and closure.cost <= 64 * max(elements, 256)
 
     def _is_early(self, eqn: Eqn, closure: _Closure) -> bool:
@@ -189,8 +191,6 @@ class _Placer:
         )
 
 
-
-
 def _float(fixed: list[int], floating: list[int], steps: dict[int, Step]) -> list[Step]:
     """Puts the floating steps among the fixed ones: by a step that reads the same piece, or before the first use."""
     position = {index: place for place, index in enumerate(fixed)}
@@ -205,9 +205,8 @@ def _float(fixed: list[int], floating: list[int], steps: dict[int, Step]) -> lis
     for index in sorted(floating, reverse=True):
         step = steps[index]
         place = min((first_use.get(var, len(fixed)) for var in step.eqn.outvars), default=len(fixed))
-        anchors = [first_read[var] + 1 for var in step.pieces if var in first_read]
-        if anchors and min(anchors) <= place:
-            place = max(anchor for anchor in anchors if anchor <= place)
+        anchors = [first_read[var] for var in step.pieces if first_read.get(var, place) < place]
+        place = max(anchors, default=place)
         inserted.setdefault(place, []).append(index)
         for var in step.values:
             first_use[var] = min(place, first_use.get(var, place))

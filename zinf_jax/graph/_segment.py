@@ -110,21 +110,23 @@ def _runs(hashes: Sequence[int], start: int, stop: int, period: int) -> list[tup
 
 
 def _place_blocks(steps: Steps, start: int, stop: int, period: int) -> list[int]:
-    """Borders of the blocks in a run, at the phase where the fewest bytes cross; of equals the first with most blocks."""
+    """Borders of the blocks in a run, where the fewest bytes cross; of equal phases the first with the most blocks."""
     best: tuple[float, int, int] | None = None
     for phase in range(min(period, stop - start)):
         borders = range(start + phase, stop + 1, period)
         if len(borders) < 3:
             continue
         inner = [steps.live[border] for border in borders[1:-1]]
-        rank = (sum(inner) / len(inner), -len(borders), phase)
+        # A piece that both sides of a border read is fetched twice.
+        read = steps.piece_bytes(borders[1], borders[2])
+        rank = (sum(inner) / len(inner) + read, -len(borders), phase)
         if best is None or rank < best:
             best = rank
     return [] if best is None else list(range(start + best[2], stop + 1, period))
 
 
 def _cut_blocks(steps: Steps, borders: list[int], max_bytes: int, min_bytes: int) -> list[int]:
-    """Cuts a run of equal blocks: at each border, at every few if they are small, or inside as well if they are large."""
+    """Cuts a run of equal blocks: at each border, every few if they are small, or inside as well if they are large."""
     # The second block: the first may share pieces with what was before.
     start, stop = borders[1], borders[2]
     block_bytes = steps.piece_bytes(start, stop)
@@ -141,7 +143,7 @@ def _cut_blocks(steps: Steps, borders: list[int], max_bytes: int, min_bytes: int
 
 
 def _inner_repeats(steps: Steps, start: int, stop: int, max_bytes: int, min_bytes: int) -> list[int]:
-    """Cuts inside a block that is itself mostly repeats of a smaller one, where as few bytes cross as between blocks."""
+    """Cuts inside a block that is mostly repeats of a smaller one, where as few bytes cross as between blocks."""
     period = _best_period(steps, start, stop)
     if period is None:
         return []
@@ -159,7 +161,7 @@ def _inner_repeats(steps: Steps, start: int, stop: int, max_bytes: int, min_byte
 
 
 def _cut_freely(steps: Steps, start: int, stop: int, max_bytes: int) -> list[int]:
-    """Dynamic programming: each unit under the limit, the fewest bytes across the cuts, the fewest cuts."""
+    """Dynamic programming: each unit under the limit, the fewest bytes fetched and carried, the fewest cuts."""
     places = _candidates(steps, start, stop)
     cost = [0.0] * len(places)
     previous = [0] * len(places)
@@ -175,8 +177,8 @@ def _cut_freely(steps: Steps, start: int, stop: int, max_bytes: int) -> list[int
             if total > max_bytes and num_steps > 1:
                 break
             crossing = steps.live[places[i]] + _CUT_BYTES if i else 0
-            if cost[i] + crossing < best:
-                best, previous[j] = cost[i] + crossing, i
+            if cost[i] + crossing + total < best:
+                best, previous[j] = cost[i] + crossing + total, i
         cost[j] = best
     cuts = []
     j = previous[-1]

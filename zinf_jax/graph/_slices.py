@@ -18,10 +18,12 @@ Slot = tuple[int, tuple[int, ...]]
 PARAM, BATCH = 1, 2
 
 _ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p "
-    "logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh "
-    "sqrt square stop_gradient sub tan tanh xor bitcast_convert_type".split()
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos
+    cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
 )
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_sum": lax.add,
@@ -232,8 +234,9 @@ def _reshape(tape: Tape, eqn: Eqn, i: int) -> Atom | None:
         return None if None in parts else shaped(tape.stack(parts))
     if before[0] == 1:
         inner = tape.element(eqn.invars[0], 0)
-        again = None if inner is None else tape.apply(("reshape", after), lambda x: lax.reshape(x, after), [inner])
-        return None if again is None or not inner.aval.shape else tape.element(again, i)
+        if inner is None or not inner.aval.shape:
+            return None
+        return tape.element(tape.apply(("reshape", after), lambda x: lax.reshape(x, after), [inner]), i)
     return None
 
 

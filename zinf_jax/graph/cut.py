@@ -21,6 +21,7 @@ from zinf_jax.units import format_bytes
 # Repeated blocks smaller than this share of the limit are taken several at a time.
 _MIN_SHARE = 16
 _MIN_BYTES = 1 << 20
+_OPAQUE = frozenset({"shard_map", "custom_partitioning", "xla_pmap", "pallas_call"})
 
 
 def cut_function(
@@ -61,6 +62,7 @@ def cut_function(
         _check_loss(linear)
     keys = Keys(differentiate=differentiate)
     steps = place(linear, keys)
+    _refuse_opaque(linear, steps, max_unit_bytes)
     groups, warnings = _group(linear, steps, max_unit_bytes)
     builder = Builder(linear, keys, linear.results[0] if differentiate else None)
     units = builder.build(groups)
@@ -94,6 +96,21 @@ def _check_loss(linear: Linear) -> None:
     if loss.aval.shape != () or not _jaxpr.is_floating(loss) or np.issubdtype(loss.aval.dtype, np.complexfloating):
         kind = f"{loss.aval.dtype}{list(loss.aval.shape)}"
         raise CutError(f"the loss must be a real floating scalar, got {kind}; reduce it, for example with .mean()")
+
+
+def _refuse_opaque(linear: Linear, steps: list[Step], max_unit_bytes: int) -> None:
+    """Refuses an equation that holds most of the model and that nobody can look into."""
+    sizes = {var: _jaxpr.bytes_of(var) for step in steps for var in step.pieces}
+    total = sum(sizes.values())
+    for step in steps:
+        num_bytes = sum(sizes[var] for var in step.pieces)
+        opaque = _jaxpr.is_custom(step.eqn) or step.eqn.primitive.name in _OPAQUE
+        if opaque and num_bytes > max_unit_bytes and 2 * num_bytes > total and len(step.pieces) > 1:
+            raise CutError(
+                f"equation {_jaxpr.name_of(step.eqn)} holds {format_bytes(num_bytes)} of {format_bytes(total)} of the "
+                f"parameters and cannot be cut, because its derivative or its placement is the user's own; the limit "
+                f"is {format_bytes(max_unit_bytes)}: apply it to a part of the model, or raise max_unit_bytes"
+            )
 
 
 def _group(linear: Linear, steps: list[Step], max_unit_bytes: int) -> tuple[list[list[Step]], list[str]]:

@@ -77,7 +77,9 @@ def _runner(jit: bool) -> Callable[[Any], Run]:
     return run
 
 
-def _forward(graph: UnitGraph, pieces: dict[Piece, Any], args: Sequence[Any], run: Callable[[Any], Run]) -> dict[int, Any]:
+def _forward(
+    graph: UnitGraph, pieces: dict[Piece, Any], args: Sequence[Any], run: Callable[[Any], Run]
+) -> dict[int, Any]:
     values = dict(zip(graph.outer_inputs, jax.tree.leaves(list(args)), strict=True))
     for unit in graph.units:
         program: Program = graph.programs[unit.program]
