@@ -139,7 +139,7 @@ class _Builder:
         fixed = resident + host_residuals
         weights = schedule.weight_residencies(shape, self.positions, self.options, pages=streamed, capacity=0)
         room = host_budget - fixed - schedule.peak_load(others)
-        if room > schedule.peak_load(weights):
+        if self.hardware.cache_pages and room > schedule.peak_load(weights):
             weights = self._with_cache(streamed, others, room, host_budget - fixed)
         residencies = (*weights, *others)
         offsets, stream_bytes = schedule.pack(residencies)

@@ -87,6 +87,8 @@ class Hardware:
 
     Attributes:
       device_memory, host_memory: Budgets in bytes for everything that this run keeps there.
+      cache_pages: Use what `host_memory` leaves to keep streamed pages between uses. False where nobody gave a budget:
+        memory then does not grow with the number of layers.
       aliases: Device arrays share host memory (the CPU backend): a fetch copies nothing.
       read_gbps, write_gbps, mixed_gbps: NVMe; `mixed` is reads plus writes when both run.
       flops: Rate of the device in FLOP/s.
@@ -96,6 +98,7 @@ class Hardware:
     device_memory: int
     host_memory: int
     aliases: bool
+    cache_pages: bool = True
     read_gbps: float | None = None
     write_gbps: float | None = None
     mixed_gbps: float | None = None

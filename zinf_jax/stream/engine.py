@@ -172,6 +172,7 @@ def hardware_of(topology: Topology, options: EngineOptions) -> Hardware:
         else per_device * ways,
         host_memory=options.host_memory if options.host_memory is not None else available * 4 // 5,
         aliases=topology.aliases,
+        cache_pages=options.host_memory is not None,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zinf_jax.graph.cut import cut_function
+from zinf_jax.graph import cut_function
 from zinf_jax.plan import plan_evaluation
 from zinf_jax.stream.engine import StreamEngine, device_operands, step_program
 from zinf_jax.stream.executor import Executor

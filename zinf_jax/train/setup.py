@@ -12,7 +12,7 @@ import numpy as np
 import aio_ffi
 from zinf_jax.config import Config
 from zinf_jax.errors import ConfigError
-from zinf_jax.graph.cut import cut_function
+from zinf_jax.graph import cut_function
 from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.leaves import Leaf, classify, path_name
 from zinf_jax.plan import PlacementOptions, StreamOptions, Tier

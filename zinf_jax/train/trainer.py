@@ -182,7 +182,7 @@ class Trainer:
         if self._source is not None and self._stored is not None:
             layout_json, options = self._source.layout_and_options(options, self._topology)
         program, layout, record, gradient_dtype = setup.build_program(
-            self._traced, self.config, self._topology, batching, len(rule.slots), options, layout_json,
+            self._traced, self.config, self._topology, batching, len(self._rule.slots), options, layout_json,
             lambda done, total: self._report("compile", done, total),
         )  # fmt: skip
         in_place = self._source is not None and self._source.in_place
@@ -190,7 +190,7 @@ class Trainer:
         self._make = initializer(self._params, self._leaves)
         for text in self._make.warnings:
             warnings.warn(text, stacklevel=2)
-        slot_init = [self._rule.slot_init(slot) for slot in rule.slots]
+        slot_init = [self._rule.slot_init(slot) for slot in self._rule.slots]
         self._engine = StreamEngine(
             program, layout, self._topology, record, gradient_dtype, options, slot_init, directory, reuse=in_place
         )
@@ -408,7 +408,7 @@ class Trainer:
         trained = [leaf for leaf in self._leaves if leaf.kind is LeafKind.TRAINABLE]
         slots = {
             name: {leaf.name: engine.contents.leaf(leaf, slot=i) for leaf in trained}
-            for i, name in enumerate(self._rule.rule.slots)
+            for i, name in enumerate(self._rule.slots)
         }
         return {"count": self.global_step, **slots}
 
@@ -418,7 +418,7 @@ class Trainer:
         engine = self._ready()
         return checkpoint.manifest(
             engine, status=status, run_id=self._run_id, step=self.global_step, num_skipped=self.num_skipped,
-            rng=self._rng, state=self.state, user_state=self.user_state, slots=self._rule.rule.slots,
+            rng=self._rng, state=self.state, user_state=self.user_state, slots=self._rule.slots,
             scale=None if self._loss_scale is None else loss_scale.to_json(self._loss_scale),
             directory=str(setup.pages_directory(self.config, self.run_dir, self._run_id)),
         )  # fmt: skip
