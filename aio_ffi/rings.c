@@ -48,7 +48,7 @@ struct ring {
     worker *worker;
     aio_context_t context;
     int depth, in_flight, num_free, num_again;
-    bool woken;  /* an event was consumed outside ring_main: look at the queue once more */
+    bool recheck; /* a slot was freed, or an event consumed, while filling: look at the queue once more */
     bool broken; /* its context is gone: requests are made by blocking calls */
     slot *slots;
     slot **free;  /* stack */
@@ -86,6 +86,7 @@ static long sys_io_getevents(struct ring *ring) {
 
 static void release(struct ring *ring, slot *slot) {
     ring->free[ring->num_free++] = slot;
+    ring->recheck = true;
 }
 
 static void finish_slot(struct ring *ring, slot *slot, int error, bool end_of_file) {
@@ -205,7 +206,7 @@ static void submit(struct ring *ring, int n) {
             if (!ring->broken) count(&engine->stats.num_eagain);
             if (ring->in_flight) {
                 sleep_until_event(ring);
-                ring->woken = true;
+                ring->recheck = true;
                 reap(ring);
             } else {
                 transfer_blocking(ring, slot_of(ring->batch[at++]));
@@ -253,8 +254,8 @@ static bool bounce_in(struct ring *ring, slot *slot) {
 
 static void fill(struct ring *ring) {
     bool more = true;
-    while (more || ring->num_again || ring->woken) {
-        ring->woken = false;
+    while (more || ring->num_again || ring->recheck) {
+        ring->recheck = false;
         int n = 0, num_ready = 0;
         while (ring->num_again) {
             slot *slot = ring->again[--ring->num_again];
