@@ -38,7 +38,7 @@ class WorkerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """A decoder of DESIGN section 8, as in `zinf_jax.models.SIZES` (repeated for interpreters without JAX; tested equal)."""
+    """A decoder as in `zinf_jax.models.SIZES`: repeated for an interpreter without JAX, and tested equal."""
 
     name: str
     dim: int
@@ -117,8 +117,9 @@ def serve(build: Callable[[dict[str, Any]], Mapping[str, Callable[..., Reply]]])
     def start() -> Reply:
         nonlocal commands
         commands = build(json.loads(sys.argv[-1]))
+        init_peak = peak_rss_bytes()
         reset_peak_rss()
-        return {"ready": True}
+        return {"init_peak_rss_bytes": init_peak}
 
     if not answer(start):
         raise SystemExit(1)
@@ -173,7 +174,7 @@ class Worker:
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
         self._buffer = b""
         try:
-            self._receive(start_timeout_s)
+            self.ready: Reply = self._receive(start_timeout_s)
         except BaseException:
             self.close()
             raise

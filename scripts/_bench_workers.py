@@ -2,8 +2,9 @@
 
   in_memory   plain JAX + optax: one jitted step with donated state, one remat per block, fp32 master, clipping.
   streamed    `zinf.Trainer` with a placement.
-  host_work   the fused update over the same number of parameters, in DRAM alone.
-  io          what the disk gives for reads and writes at once, through the same engine.
+  configured  `zinf.Trainer` with the model and optimizer of a config file, as `zinf train` would make it.
+  host_work   the fused update and the norm over as many parameters, in DRAM alone, and a triad.
+  io          what the disk gives, through the same engine.
 
 Both training sides use the same model, loss, batches, learning rate and precision: bf16 weights with an fp32 master,
 gradients in the weight's dtype with one micro-batch and summed in fp32 with more, the norm of all gradients in fp32.
@@ -12,30 +13,39 @@ gradients in the weight's dtype with one micro-batch and summed in fp32 with mor
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
-from _bench import SIZES, ModelSize, Reply, serve, timed_steps
+from _bench import Reply, serve, timed_steps
 
-from zinf_jax.models import decoder
+from zinf_jax.models import ModelSpec, decoder
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.01, 1.0
+Commands = dict[str, Callable[..., Reply]]
 
 
-def batches(size: ModelSize, num_micro_batches: int, count: int = 8) -> list[dict[str, np.ndarray]]:
+def model_of(spec: dict[str, Any], *, remat: bool) -> ModelSpec:
+    return decoder(spec["size"], remat=remat, matmul_dtype=spec["matmul_dtype"])
+
+
+def batches(model: ModelSpec, num_micro_batches: int, count: int = 8) -> list[dict[str, np.ndarray]]:
+    assert model.vocab_size is not None and model.seq_len is not None
     rng = np.random.default_rng(0)
-    shape = (num_micro_batches, size.seq_len + 1)
-    return [{"tokens": rng.integers(0, size.vocab_size, shape, dtype=np.int32)} for _ in range(count)]
+    shape = (num_micro_batches, model.seq_len + 1)
+    return [{"tokens": rng.integers(0, model.vocab_size, shape, dtype=np.int32)} for _ in range(count)]
 
 
 # --- plain JAX in memory ----------------------------------------------------------------------------------------------
 
 
-def mean_gradients(loss_fn: Callable[[Any, Any], jax.Array], weights: Any, batch: Any) -> tuple[jax.Array, Any]:
+def mean_gradients(loss_fn: Callable[..., Any], weights: Any, batch: Any) -> tuple[jax.Array, Any]:
     """Mean loss and gradients over the micro-batches (rows of the batch), summed in fp32 if there are several."""
     grad_fn = jax.value_and_grad(loss_fn)
     num_micro_batches = batch["tokens"].shape[0]
@@ -51,13 +61,12 @@ def mean_gradients(loss_fn: Callable[[Any, Any], jax.Array], weights: Any, batch
     return loss / num_micro_batches, jax.tree.map(lambda g: g / num_micro_batches, grads)
 
 
-def in_memory(spec: dict[str, Any]) -> dict[str, Callable[..., Reply]]:
-    size = SIZES[spec["size"]]
-    model = decoder(size.name, remat=True)
+def in_memory(spec: dict[str, Any]) -> Commands:
+    model = model_of(spec, remat=True)
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
     @jax.jit
-    def start(key: Any) -> Any:
+    def start(key: jax.Array) -> Any:
         master = jax.tree.map(lambda p: p.astype(jnp.float32), model.init_fn(key))
         return master, tx.init(master)
 
@@ -77,7 +86,7 @@ def in_memory(spec: dict[str, Any]) -> dict[str, Callable[..., Reply]]:
 
     state = start(jax.random.key(0))
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state[0]))
-    feed = batches(size, spec["num_micro_batches"])
+    feed = batches(model, spec["num_micro_batches"])
     losses: list[float] = []
 
     def step() -> None:
@@ -92,45 +101,138 @@ def in_memory(spec: dict[str, Any]) -> dict[str, Callable[..., Reply]]:
         """Forward and backward alone, weights resident: no units, no transfers, no update."""
         weights = jax.jit(cast)(state[0])
         grads = jax.jit(functools.partial(mean_gradients, model.loss_fn))
-        batch = feed[0]
-        jax.block_until_ready(grads(weights, batch))
-        return timed_steps(lambda: jax.block_until_ready(grads(weights, batch)), count)
+        jax.block_until_ready(grads(weights, feed[0]))
+        return timed_steps(lambda: jax.block_until_ready(grads(weights, feed[0])), count)
 
     return {"steps": steps, "compute_floor": compute_floor}
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
 
+STATS = (
+    "step_time_s", "pass_time_s", "update_time_s", "read_stall_s", "write_stall_s", "device_wait_s", "host_work_s",
+    "fetches", "fetch_misses", "nvme_bytes_read", "nvme_bytes_written", "h2d_bytes", "d2h_bytes",
+)  # fmt: skip
 
-def streamed(spec: dict[str, Any]) -> dict[str, Callable[..., Reply]]:
-    try:
-        import zinf_jax as zinf
 
-        trainer_class = zinf.Trainer
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"zinf_jax.Trainer cannot be imported, so nothing can be streamed: {error}") from error
-    size = SIZES[spec["size"]]
-    model = decoder(size.name, remat=False)
-    trainer = trainer_class(
-        model.loss_fn,
-        zinf.lazy(model.init_fn, jax.random.key(0)),
-        zinf.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
-        spec["config"],
-        run_dir=spec["folder"],
-    )
-    feed = batches(size, spec["num_micro_batches"])
+def streamed(spec: dict[str, Any]) -> Commands:
+    import zinf_jax as zinf
+
+    model = model_of(spec, remat=False)
+    params = zinf.lazy(model.init_fn, jax.random.key(0))
+    tx = zinf.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    return _commands(zinf.Trainer(model.loss_fn, params, tx, spec["config"]), model, spec["num_micro_batches"])
+
+
+def configured(spec: dict[str, Any]) -> Commands:
+    from zinf_jax import config
+    from zinf_jax.train import recipe
+
+    settings = config.load(spec["config"])
+    model = recipe.build_model(settings)
+    trainer = recipe.make_trainer(settings, model, spec["folder"])
+    num_params = model.num_params()
+    commands = _commands(trainer, model, recipe.batch_size_of(settings))
+    return {**commands, "model": lambda: {"name": model.name, "num_params": num_params}}
+
+
+def _commands(trainer: Any, model: ModelSpec, num_rows: int) -> Commands:
+    """Sets the trainer up for batches of `num_rows` sequences, and steps it when told to."""
+    feed = batches(model, num_rows)
+    start = time.perf_counter()
+    trainer.prepare(feed[0])
+    prepare_s = time.perf_counter() - start
     losses: list[float] = []
+    records: list[dict[str, float]] = []
 
     def step() -> None:
         losses.append(float(trainer.step(feed[len(losses) % len(feed)]).loss))
+        stats = trainer.stats()
+        records.append({name: getattr(stats, name) for name in STATS})
 
     def steps(count: int) -> Reply:
-        return {**timed_steps(step, count), "loss": losses[-1]}
+        records.clear()
+        reply = timed_steps(step, count)
+        means = {name: statistics.fmean(record[name] for record in records) for name in STATS}
+        stats = trainer.stats()
+        peaks = {name: getattr(stats, name) for name in ("peak_host_bytes", "peak_device_bytes")}
+        return {**reply, "loss": losses[-1], "stats": means | peaks}
 
-    return {"steps": steps}
+    def plan() -> Reply:
+        found = trainer.plan
+        names = ("arena_bytes", "device_bytes", "peak_rss_bytes", "base_rss_bytes")
+        moved = {"read_bytes": found.prediction.read_bytes, "write_bytes": found.prediction.write_bytes}
+        memory = {name: getattr(found, name) for name in names}
+        return {**moved, **memory, "prepare_s": prepare_s, "table": found.table()}
+
+    def close() -> Reply:
+        trainer.close()
+        return {}
+
+    return {"steps": steps, "plan": plan, "close": close}
 
 
-KINDS = {"in_memory": in_memory, "streamed": streamed}
+# --- floors -----------------------------------------------------------------------------------------------------------
+
+SAMPLE = 1 << 23  # parameters per turn: far larger than the caches, small beside the models
+
+
+def host_work(spec: dict[str, Any]) -> Commands:
+    """Seconds per parameter of the fused update, of the norm, and bytes per second of a triad."""
+    from zinf_jax import leaves, optim
+    from zinf_jax.optim import kernels
+
+    gradient_dtype = np.dtype(ml_dtypes.bfloat16 if spec["num_micro_batches"] == 1 else np.float32)
+    tree = {"w": jax.ShapeDtypeStruct((SAMPLE,), np.float32)}
+    rule = optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY).rule.bind(  # type: ignore[attr-defined]
+        leaves.classify(tree, compute_dtype=ml_dtypes.bfloat16), tree
+    )
+    rng = np.random.default_rng(0)
+    weights, master = kernels.split_master(rng.standard_normal(SAMPLE, dtype=np.float32))
+    gradient = rng.standard_normal(SAMPLE, dtype=np.float32).astype(gradient_dtype)
+    slots = tuple(np.zeros(SAMPLE, np.float32) for _ in rule.rule.slots)
+    part = kernels.Range(weights, master, gradient, slots, rule.coefficients(0, 10))
+    bytes_per_param = 2 * (weights.itemsize + master.itemsize + 4 * len(slots)) + gradient.itemsize
+
+    def best(action: Callable[[], Any], count: int = 7) -> float:
+        action()
+        return statistics.median(_timed(action) for _ in range(count))
+
+    def floors() -> Reply:
+        update_s = best(lambda: kernels.update(rule.rule, [part]))
+        norm_s = best(lambda: kernels.squared_norm(gradient))
+        triad_s = best(lambda: kernels.triad(slots[0], slots[1], slots[1], 0.5))
+        return {
+            "update_s_per_param": update_s / SAMPLE,
+            "norm_s_per_param": norm_s / SAMPLE,
+            "update_gbps": bytes_per_param * SAMPLE / update_s / 1e9,
+            "triad_gbps": 12 * SAMPLE / triad_s / 1e9,
+            "bytes_per_param": bytes_per_param,
+        }
+
+    return {"floors": floors}
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def io(spec: dict[str, Any]) -> Commands:
+    import aio_ffi
+
+    def floors(num_bytes: int) -> Reply:
+        rates = aio_ffi.measure(spec["folder"], num_bytes=num_bytes)
+        names = ("read_gbps", "write_gbps", "mixed_read_gbps", "mixed_write_gbps", "engine", "direct")
+        return {name: getattr(rates, name) for name in names}
+
+    return {"floors": floors}
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], Commands]] = {
+    "in_memory": in_memory, "streamed": streamed, "configured": configured, "host_work": host_work, "io": io,
+}  # fmt: skip
 
 if __name__ == "__main__":
     serve(lambda spec: KINDS[spec["kind"]](spec))

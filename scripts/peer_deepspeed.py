@@ -1,11 +1,12 @@
 """The benchmark's model under DeepSpeed ZeRO-3 with everything on NVMe: a worker for `bench_step.py --peer-python`.
 
-Runs in an environment of its own (Python 3.11, `pip install torch==2.13.0`, then `deepspeed ninja py-cpuinfo`; libaio's
-headers installed). `bench_step.py` starts it; by hand, `python scripts/peer_deepspeed.py --build` compiles the operators
-that it needs, which takes minutes and must not fall into a timed run.
+Runs in an environment of its own: Python 3.11, `pip install torch==2.13.0`, then `deepspeed ninja py-cpuinfo`, and the
+headers of libaio. `bench_step.py` starts it. Its operators take minutes to compile, which must not fall into a timed
+run: `DS_ACCELERATOR=cpu PATH=VENV/bin:$PATH python scripts/peer_deepspeed.py --build` compiles them once.
 
 The settings are those that were found to be fast and honest: nothing stays in DRAM that is configured for NVMe, weights
-are bf16 and every matrix product is fp32 (a CPU without bf16 units is 5 to 50 times slower in bf16), buffers on huge pages.
+are bf16 and every matrix product is fp32 (a CPU without bf16 units is 5 to 50 times slower in bf16), buffers lie on
+huge pages.
 """
 
 from __future__ import annotations
@@ -13,10 +14,6 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-for _key, _value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-    os.environ.setdefault(_key, _value)
 
 import deepspeed
 import torch
@@ -109,7 +106,8 @@ def build(spec: dict[str, Any]) -> dict[str, Any]:
     """The worker's commands. One step is `num_micro_batches` sequences, as one batch or accumulated one by one."""
     size = SIZES[spec["size"]]
     torch.manual_seed(0)
-    os.environ.setdefault("MASTER_PORT", str(spec["port"]))
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(world, MASTER_PORT=str(spec["port"]))
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     accumulate = spec["num_micro_batches"] if spec["accumulate"] else 1
     batch = spec["num_micro_batches"] // accumulate
