@@ -25,6 +25,8 @@ class Model:
       args: What the loss takes after params: (batch,), (batch, rng), (state, batch) or (state, batch, rng).
       has_aux: The loss function returns (loss, anything else).
       stack_ndim: Number of stacked dims of a leaf, by its name.
+      max_programs: Programs that a cut into at least four units should need at most: equal layers share.
+      rtol: How close gradients are to `jax.grad`'s, relative to a leaf's norm.
     """
 
     loss_fn: Callable[..., Any]
@@ -32,6 +34,8 @@ class Model:
     args: tuple[Any, ...]
     has_aux: bool = False
     stack_ndim: Callable[[str], int] = lambda name: 0
+    max_programs: int = 10
+    rtol: float = 1e-5
 
     def params(self, seed: int = 0) -> Any:
         """A parameter tree: random floats (no zero biases that would hide a mistake), other leaves from `init`."""
@@ -177,7 +181,8 @@ def linen_gpt_remat_jitted() -> Model:
         cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
         return plain.loss_fn(cast, batch)
 
-    return dataclasses.replace(plain, loss_fn=loss_fn)
+    # The two uses of the embedding are rounded to bf16 one by one where the cast is repeated at each.
+    return dataclasses.replace(plain, loss_fn=loss_fn, rtol=2**-8)
 
 
 @model
@@ -380,7 +385,7 @@ def _nnx_model(net_class: Any, loss: Callable[[Any, Any], jax.Array], batch: Any
     graphdef, _, state = nnx.split(net_class(nnx.Rngs(0)), nnx.Param, ...)
 
     def loss_fn(params: Any, state: Any, batch: Any) -> Any:
-        net = nnx.merge(graphdef, params, state)
+        net = nnx.merge(graphdef, params, state, copy=True)  # variables may change at this trace level only
         value = loss(net, batch)
         return value, nnx.split(net, nnx.Param, ...)[2]
 
