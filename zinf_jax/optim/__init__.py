@@ -1,6 +1,7 @@
 """Optimizers: fused host kernels behind optax's interface, clipping, loss scale."""
 
 from zinf_jax.optim import clipping, loss_scale
+from zinf_jax.optim.generic import GenericBoundRule, GenericRule, as_rule
 from zinf_jax.optim.kernels import Range, join_master, split_master, squared_norm, update
 from zinf_jax.optim.rules import BoundRule, Rule
 from zinf_jax.optim.transforms import FusedTransformation, adagrad, adam, adamw, lion, partition, sgd
@@ -8,11 +9,14 @@ from zinf_jax.optim.transforms import FusedTransformation, adagrad, adam, adamw,
 __all__ = [
     "BoundRule",
     "FusedTransformation",
+    "GenericBoundRule",
+    "GenericRule",
     "Range",
     "Rule",
     "adagrad",
     "adam",
     "adamw",
+    "as_rule",
     "clipping",
     "join_master",
     "lion",
