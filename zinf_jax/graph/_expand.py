@@ -77,8 +77,7 @@ class Expander:
             if tape.kind(x) != PARAM:
                 continue
             element = tape.element(x, 0)
-            sliced = element is not None and tape.sources(element) - tape.sources(x)
-            if sliced:
+            if element is not None and tape.sources(element) != tape.sources(x):
                 num_bytes += _jaxpr.bytes_of(element)
             elif _jaxpr.bytes_of(x) >= _MIN_SLICE_BYTES:
                 maker = tape.maker(x)

@@ -48,6 +48,7 @@ class Step:
     pieces: tuple[Var, ...]
     values: tuple[Var, ...]  # outer inputs and results of steps
     shape: int  # equal for steps of equal structure, helpers included
+    early: bool  # small and of the batch alone, done up front: its result is as good as an outer input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +189,7 @@ class _Placer:
             tuple(var for var in reads if var in closure.pieces),
             tuple(var for var in reads if var in closure.values),
             self._shape(eqn),
+            early=any(var in self._early for var in eqn.outvars),
         )
 
 
@@ -226,7 +228,8 @@ def live_bytes(steps: list[Step], results: Iterable[Any]) -> list[int]:
     for place, step in enumerate(steps):
         for var in step.values:
             last[var] = place
-        made.update((var, place) for var in step.eqn.outvars)
+        if not step.early:
+            made.update((var, place) for var in step.eqn.outvars)
     change = [0] * (len(steps) + 2)
     for var, place in made.items():
         if last.get(var, -1) > place:

@@ -182,19 +182,24 @@ class Tape:
         return _jaxpr.shaped(var.aval.shape[1:], var.aval.dtype, bool(getattr(var.aval, "weak_type", False)))
 
     def _elementwise(self, eqn: Eqn, i: int) -> Atom | None:
+        """Operands have the result's rank (a dim of 1 is repeated), or none."""
         shape = eqn.outvars[0].aval.shape
         atoms = []
         for atom in eqn.invars:
-            if atom.aval.shape == shape:
-                element = self.element(atom, i)
-                if element is None:
-                    return None
-                atoms.append(element)
-            elif not atom.aval.shape:
+            if not atom.aval.shape:
                 atoms.append(atom)
-            else:
+                continue
+            if len(atom.aval.shape) != len(shape):
                 return None
+            element = self.element(atom, i) if atom.aval.shape[0] == shape[0] else self.unwrap(atom)
+            if element is None:
+                return None
+            atoms.append(element)
         return self.bind(eqn, atoms)
+
+    def unwrap(self, atom: Atom) -> Atom:
+        """The only element of a leading dim of 1, which is no stack."""
+        return self.apply("unwrap", lambda x: lax.squeeze(x, (0,)), [atom])
 
     def bind(self, eqn: Eqn, atoms: Sequence[Atom], **changes: Any) -> Atom:
         """The equation again, on other atoms and with some parameters changed."""
@@ -206,8 +211,10 @@ Rule = Callable[[Tape, Eqn, int], Atom | None]
 
 
 def _transpose(tape: Tape, eqn: Eqn, i: int) -> Atom | None:
-    order = eqn.params["permutation"]
-    if order[0] != 0 or (element := tape.element(eqn.invars[0], i)) is None:
+    source, order = eqn.invars[0], tuple(eqn.params["permutation"])
+    while (maker := tape.maker(source)) is not None and maker.primitive.name == "transpose":
+        source, order = maker.invars[0], tuple(maker.params["permutation"][dim] for dim in order)
+    if order[0] != 0 or (element := tape.element(source, i)) is None:
         return None
     rest = tuple(dim - 1 for dim in order[1:])
     return tape.apply(("transpose", rest), lambda x: lax.transpose(x, rest), [element])
@@ -249,8 +256,8 @@ def _broadcast(tape: Tape, eqn: Eqn, i: int) -> Atom | None:
         if dims[0] != 0 or element is None:
             return None
     elif 0 in dims:  # a leading dim of 1 that is repeated
-        element, kept = tape.element(source, 0), tuple(dim - 1 for dim in dims[1:])
-        if dims[0] != 0 or element is None:
+        element, kept = tape.unwrap(source), tuple(dim - 1 for dim in dims[1:])
+        if dims[0] != 0:
             return None
     else:
         element, kept = source, tuple(dim - 1 for dim in dims)
