@@ -209,6 +209,8 @@ class Engine:
             try:
                 support = probe_direct(directory) if writable else probe_direct_read(path)
             except PermissionError:
+                if not os.path.exists(path):
+                    raise
                 support = probe_direct_read(path)
             if writable:
                 self._support[device] = support

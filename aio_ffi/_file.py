@@ -149,24 +149,21 @@ def reserve(fd: int, path: str, num_bytes: int, *, created: bool) -> bool:
 
     On failure a file that existed keeps its size, and one that was just created is removed.
     """
-    before = os.fstat(fd).st_size
+    stat, space = os.fstat(fd), os.fstatvfs(fd)
+    before = stat.st_size
+    # Asking first: an allocation that cannot succeed would fill the disk for everybody before it gives up.
+    if num_bytes - stat.st_blocks * 512 > space.f_bavail * space.f_frsize:
+        _undo(fd, path, before, created)
+        raise _no_space(errno.ENOSPC, path, num_bytes)
     rc = lib.zaio_reserve(fd, num_bytes) if num_bytes else 0
     if rc in (-errno.EOPNOTSUPP, -errno.ENOSYS):
-        return _reserve_by_size(fd, path, num_bytes, before, created)
+        if num_bytes > before:
+            os.ftruncate(fd, num_bytes)
+        return False
     if rc < 0:
         _undo(fd, path, before, created)
         raise _no_space(-rc, path, num_bytes)
     return True
-
-
-def _reserve_by_size(fd: int, path: str, num_bytes: int, before: int, created: bool) -> bool:
-    stat = os.fstatvfs(fd)
-    if num_bytes - before > stat.f_bavail * stat.f_frsize:
-        _undo(fd, path, before, created)
-        raise _no_space(errno.ENOSPC, path, num_bytes)
-    if num_bytes > before:
-        os.ftruncate(fd, num_bytes)
-    return False
 
 
 def _undo(fd: int, path: str, before: int, created: bool) -> None:

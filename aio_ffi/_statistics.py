@@ -18,6 +18,7 @@ class Statistics:
       num_short: Requests that moved less than asked and were continued.
       num_eagain: Times the kernel's queue was full.
       num_retries: Requests made again after EINTR or EAGAIN.
+      num_fallbacks: Direct requests refused with EINVAL and made through the page cache.
       bounced: Transfers whose address, offset or length was off the alignment.
       bounce_bytes: Memory held in bounce buffers.
       num_failed: Transfers that failed.
@@ -35,6 +36,7 @@ class Statistics:
     num_short: int
     num_eagain: int
     num_retries: int
+    num_fallbacks: int
     bounced: int
     bounce_bytes: int
     num_failed: int

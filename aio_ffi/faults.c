@@ -75,8 +75,11 @@ void zaio_testing_gate(zaio_engine *engine, int gate, int closed) {
     pthread_mutex_lock(&engine->mutex);
     faults->closed[gate] = closed;
     pthread_cond_broadcast(&faults->opened);
+    pthread_cond_broadcast(&engine->work);
     pthread_mutex_unlock(&engine->mutex);
 }
+
+bool fault_gated(zaio_engine *engine) { return engine->faults && engine->faults->closed[ZAIO_GATE_SUBMIT]; }
 
 void fault_gate(zaio_engine *engine, int gate) {
     pthread_mutex_lock(&engine->mutex);

@@ -123,18 +123,14 @@ static void complete(struct ring *ring, slot *slot, int64_t result) {
         ring->again[ring->num_again++] = slot;
         return;
     }
-    if (result < 0) {
-        finish_slot(ring, slot, (int)-result, false);
-        return;
-    }
-    if (result == 0) {
-        finish_slot(ring, slot, reads ? 0 : EIO, reads);
-        return;
-    }
-    piece->num_done += result;
     int error = 0;
     bool end_of_file = false;
-    if (piece->num_done < piece->num_bytes) {
+    if (result == -EINVAL && piece->op->file->direct)
+        error = finish_buffered(engine, piece, slot->memory, &end_of_file);
+    else if (result < 0) error = (int)-result;
+    else if (result == 0) end_of_file = reads, error = reads ? 0 : EIO;
+    else piece->num_done += result;
+    if (!error && !end_of_file && piece->num_done < piece->num_bytes) {
         count(&engine->stats.num_short);
         if (piece->op->file->direct && piece->num_done % piece->op->file->align)
             error = finish_block(engine, piece, slot->memory, &end_of_file);

@@ -29,6 +29,8 @@ static int transfer(zaio_engine *engine, piece *piece, int fd, char *memory, int
             count(&engine->stats.num_retries);
             continue;
         }
+        if (done == -EINVAL && fd != piece->op->file->fd_buffered)
+            return finish_buffered(engine, piece, memory, end_of_file);
         if (done < 0) return (int)-done;
         if (done == 0) {
             *end_of_file = kind == ZAIO_READ;
@@ -53,6 +55,14 @@ int finish_block(zaio_engine *engine, piece *piece, char *memory, bool *end_of_f
     return transfer(engine, piece, file->fd_buffered, memory, until, end_of_file);
 }
 
+/* After EINVAL on an aligned direct request. A limit inside a block does that (RLIMIT_FSIZE cuts the request to a length
+   that direct I/O refuses), as does a file system that is direct for some extents alone. The page cache tells which:
+   it finishes, or gives the real error. */
+int finish_buffered(zaio_engine *engine, piece *piece, char *memory, bool *end_of_file) {
+    count(&engine->stats.num_fallbacks);
+    return transfer(engine, piece, piece->op->file->fd_buffered, memory, piece->num_bytes, end_of_file);
+}
+
 int sync_piece(zaio_engine *engine, piece *piece, char **bounce, bool *end_of_file) {
     zaio_op *op = piece->op;
     if (piece->mode != PIECE_BOUNCED) {
@@ -71,10 +81,9 @@ static void *worker_main(void *arg) {
     zaio_engine *engine = worker->engine;
     for (;;) {
         piece piece;
-        if (engine->faults) fault_gate(engine, ZAIO_GATE_SUBMIT);
         pthread_mutex_lock(&engine->mutex);
         bool taken;
-        while (!(taken = take_piece(engine, worker, &piece)) && !engine->stopping) {
+        while (!(taken = !fault_gated(engine) && take_piece(engine, worker, &piece)) && !engine->stopping) {
             worker->hungry = true; /* cleared by who signals: as many flags as sleepers that no signal is meant for */
             pthread_cond_wait(&engine->work, &engine->mutex);
         }

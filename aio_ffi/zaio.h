@@ -38,6 +38,7 @@ typedef struct {
     int64_t num_short;             /* transfers that moved less than asked, and were continued */
     int64_t num_eagain;            /* io_submit found the kernel's queue full */
     int64_t num_retries;           /* completions with EINTR or EAGAIN, issued again */
+    int64_t num_fallbacks;         /* direct requests refused with EINVAL that went through the page cache instead */
     int64_t num_bounced;           /* ops whose address, offset or length was off the alignment */
     int64_t bounce_bytes;          /* memory held in bounce buffers */
     int64_t num_failed;

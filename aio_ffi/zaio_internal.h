@@ -112,6 +112,7 @@ void *bounce_alloc(zaio_engine *engine);
 /* threads.c */
 int threads_start(zaio_engine *engine);
 int sync_piece(zaio_engine *engine, piece *piece, char **bounce, bool *end_of_file);
+int finish_buffered(zaio_engine *engine, piece *piece, char *memory, bool *end_of_file);
 int finish_block(zaio_engine *engine, piece *piece, char *memory, bool *end_of_file);
 
 /* rings.c */
@@ -123,6 +124,7 @@ void ring_stop(worker *worker);
 int64_t fault_result(zaio_engine *engine, int site, int64_t result);
 bool fault_fires(zaio_engine *engine, int site, int64_t *value);
 void fault_gate(zaio_engine *engine, int gate);
+bool fault_gated(zaio_engine *engine); /* the submit gate is closed; caller holds the mutex */
 void fault_trace(zaio_engine *engine, const worker *worker, const piece *piece);
 void faults_free(zaio_engine *engine);
 int fault_setup(void);
