@@ -28,7 +28,7 @@ def config_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, tuple[Any, ...], dict[str, Any]]]:
-    """What the commands ask of the training loop, which has tests of its own."""
+    """What the commands ask of the training program, which has tests of its own."""
     recorded: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(
         _run, "call", lambda module, name, *args, **kwargs: recorded.append((module, name, args, kwargs))
@@ -123,6 +123,54 @@ def test_plan_and_generate_hand_over(config_file: Path, calls: list[Any]) -> Non
     assert [call[1] for call in calls] == ["plan", "generate"]
     assert calls[1][2] == (Path("runs/a"), "def")
     assert calls[1][3] == {"num_tokens": 5, "temperature": 0, "top_k": None, "seed": 9}
+
+
+def test_a_small_run_from_plan_to_text(tmp_path: Path) -> None:
+    """The real thing, in a process of its own: a signal handler and a signal mask belong to it."""
+    (tmp_path / "text").mkdir()
+    for i in range(4):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"the {i}th file says: abcabcabc, over and over again.\n" * 8)
+    text = {
+        "tokenizer": "bytes",
+        "pattern": "*.txt",
+        "valid_every": 2,
+        "valid_rows": 4,
+        "source": str(tmp_path / "text"),
+    }
+    config = tmp_path / "tiny.json"
+    tree = {
+        "train_batch_size": 4, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+        "model": {"factory": "tests.train.tiny:model"}, "data": {"kwargs": text}, "train": {"sample_tokens": 2},
+    }  # fmt: skip
+    config.write_text("// a DeepSpeed file with a model\n" + json.dumps(tree))
+    run = ["-d", str(tmp_path / "run"), "--steps"]
+
+    def call(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "zinf_jax.cli", *args], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    planned = call("plan", str(config))
+    assert "NVMe per step" in planned
+    assert "fast_init" not in planned
+    assert "no max_in_cpu" in planned  # a note
+    call("train", str(config), *run, "2")
+    again = subprocess.run(
+        [sys.executable, "-m", "zinf_jax.cli", "train", str(config), *run, "3"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert again.returncode == 1  # a run lies there
+    assert "resume" in again.stderr
+    resumed = tmp_path / "run" / "config.yaml"
+    call("train", str(resumed), *run, "3", "--resume", "auto")
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps if record.get("kind") == "step"] == [1, 2, 3]
+    assert call("generate", str(tmp_path / "run"), "abc", "-n", "4").startswith("abc")
 
 
 def test_report_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:

@@ -64,9 +64,8 @@ def plan(ctx: typer.Context, config: ConfigArg, set_: SetOption = None) -> None:
     with user_errors(ctx):
         loaded = load_config(config, set_)
         print_notes(loaded)
-        result = call("zinf_jax.train.loop", "plan", loaded)
-        if result is not None:
-            out.print(str(result), markup=False)
+        result = call("zinf_jax.train.offline", "plan", loaded)
+        out.print(str(result), markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -87,6 +86,4 @@ def generate(
     """
     with user_errors(ctx):
         sampling = {"num_tokens": tokens, "temperature": temperature, "top_k": top_k or None, "seed": seed}
-        text = call("zinf_jax.train.loop", "generate", run_dir, prompt, **sampling)
-        if text is not None:
-            out.print(text, markup=False, soft_wrap=True)
+        call("zinf_jax.train.offline", "generate", run_dir, prompt, **sampling)
