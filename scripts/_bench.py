@@ -30,6 +30,8 @@ from typing import Any
 
 Reply = dict[str, Any]
 GIB = 1 << 30
+SCRIPTS = Path(__file__).resolve().parent
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class WorkerError(RuntimeError):
@@ -233,6 +235,16 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def worker_argv() -> list[str]:
+    """How the JAX workers are started."""
+    return [sys.executable, str(SCRIPTS / "_bench_workers.py")]
+
+
+def worker_env() -> dict[str, str]:
+    """This checkout on the path."""
+    return {"PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @dataclasses.dataclass

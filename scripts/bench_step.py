@@ -25,14 +25,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _bench import SIZES, ModelSize, Reply, Series, Worker, WorkerError, alternate, temporary_folder, write_json
+from _bench import (
+    HUGE_PAGES,
+    SCRIPTS,
+    SIZES,
+    ModelSize,
+    Reply,
+    Series,
+    Worker,
+    WorkerError,
+    alternate,
+    temporary_folder,
+    worker_argv,
+    worker_env,
+    write_json,
+)
 from _bench_report import bytes_table, rates_lines, steps_table, time_table
 from rich.console import Console
 
-SCRIPTS = Path(__file__).resolve().parent
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, 16-bit remainder of the master, two fp32 moments
 BUDGETED_FROM = 300_000_000  # parameters; the embedding and the head of smaller models are a fifth of them already
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PEER_BESIDE = "nvme"  # DeepSpeed keeps gradients in DRAM, so this is the variant like it
 console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 
@@ -98,11 +110,10 @@ class Bench:
         self.failures: list[str] = []
 
     def worker(self, kind: str, name: str, **spec: Any) -> Worker:
-        argv = [sys.executable, str(SCRIPTS / "_bench_workers.py")]
-        path = os.pathsep.join([str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         spec |= {"kind": kind, "matmul_dtype": self._args.matmul_dtype}
-        env = {**HUGE_PAGES, "PYTHONPATH": path}
-        return Worker(name, argv, spec, log_dir=self._logs, env=env, start_timeout_s=self._args.start_timeout)
+        timeout_s = self._args.start_timeout
+        env = {**HUGE_PAGES, **worker_env()}  # all sides alike
+        return Worker(name, worker_argv(), spec, log_dir=self._logs, env=env, start_timeout_s=timeout_s)
 
     @contextmanager
     def peer(self, size: ModelSize, num_micro_batches: int) -> Iterator[list[Worker]]:
