@@ -3,17 +3,18 @@
     python scripts/bench_optim.py                         # 10M and 100M parameters, fp32 and bf16
     python scripts/bench_optim.py --sizes 1e7 --rounds 5 --json optim.json
 
-All contenders take turns within a round, on huge pages, and each figure is a median over rounds; ratios are those of the
-medians of one run, since absolute rates drift on a shared machine. Bytes count each byte read or written once, per
-parameter:
+All contenders take turns within a round, on huge pages (XLA's own memory excepted), and each figure is a median over
+rounds; ratios are those of the medians of one run, since absolute rates drift on a shared machine. Bytes count each byte
+read or written once, per parameter:
 
     triad           8 read, 4 written: a = b + s c in C, with the kernels' threads; ordinary stores, and stores that go
                     past the caches ("stream"), which save the read of what is overwritten
     fused fp32     16 read (weight, gradient, two moments), 12 written
     fused bf16     14 read (weight, remainder, gradient: 2 each; moments), 12 written
 
-optax does the same update jitted with donated state: fp32 throughout, or an fp32 master from which bf16 weights are
-rounded. torch and DeepSpeed run fp32 only (their bf16 variants keep other state).
+optax does the same update jitted: fp32 throughout, or an fp32 master from which bf16 weights are rounded; as its users
+write it, and with donated state ("in place"), which saves XLA fresh memory. torch and DeepSpeed run fp32 only (their bf16
+variants keep other state).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import mmap
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +95,11 @@ def contenders(size: int, precision: str, threads: int) -> list[Contender]:
         Contender(f"triad{' stream' if past else ''}", triad_of(master, gradient, mu, past, threads), 12)
         for past in (False, True)
     ]
-    optax_run = optax_of(master, gradient, precision)
+    num_bytes = 28 if precision == "fp32" else 26
+    optaxes = [
+        Contender(name, optax_of(master, gradient, precision, donate=name != "optax"), num_bytes)
+        for name in ("optax", "optax in place")
+    ]
     peers = peers_of(master, gradient, threads) if precision == "fp32" else []
     if precision == "fp32":
         weights, remainder = master, None
@@ -103,10 +109,8 @@ def contenders(size: int, precision: str, threads: int) -> list[Contender]:
         low = huge_vector(size, BF16)
         kernels.split_master(gradient, low, np.empty(size, np.int16))
         gradient = low
-    fused = Contender(
-        "fused", fused_of(weights, remainder, gradient, (mu, nu), threads), 28 if remainder is None else 26
-    )
-    return [*triads, fused, Contender("optax", optax_run, fused.bytes_per_param), *peers]
+    fused = Contender("fused", fused_of(weights, remainder, gradient, (mu, nu), threads), num_bytes)
+    return [*triads, fused, *optaxes, *peers]
 
 
 def triad_of(a: np.ndarray, b: np.ndarray, like: np.ndarray, past: bool, threads: int) -> Callable[[], None]:
@@ -129,8 +133,8 @@ def fused_of(
     return run
 
 
-def optax_of(master: np.ndarray, gradient: np.ndarray, precision: str) -> Callable[[], None]:
-    """One jitted step with donated state."""
+def optax_of(master: np.ndarray, gradient: np.ndarray, precision: str, *, donate: bool) -> Callable[[], None]:
+    """One jitted step: update and apply_updates."""
     tx, low = optax.adamw(LEARNING_RATE), precision == "bf16"
 
     def step(params: Any, state: Any, grads: Any) -> Any:
@@ -138,7 +142,7 @@ def optax_of(master: np.ndarray, gradient: np.ndarray, precision: str) -> Callab
         params = optax.apply_updates(params, updates)
         return params, state, params.astype(jnp.bfloat16) if low else None
 
-    compiled = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jax.jit(step, donate_argnums=(0, 1) if donate else ())
     params, grads = jnp.array(master), jnp.array(gradient, jnp.bfloat16 if low else jnp.float32)
     held = [params, tx.init(params)]
 
@@ -236,7 +240,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    console = Console(highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     rows: list[dict[str, Any]] = []
     for size in arguments.sizes:
         for precision in arguments.precisions:
@@ -247,8 +251,10 @@ def main() -> None:
     print_table(console, rows)
     fused = [row for row in rows if row["name"] == "fused"]
     triad, times = min(row["of_triad"] for row in fused), min(row["times_optax"] for row in fused)
-    console.print(f"fused, worst case: {triad:.2f} of the triad's byte rate (target {TRIAD_TARGET}), {times:.1f} x optax "
-                  f"(target {OPTAX_TARGET:g})")  # fmt: skip
+    console.print(
+        f"fused, worst case: {triad:.2f} of the triad's byte rate (target {TRIAD_TARGET}), "
+        f"{times:.1f} x optax (target {OPTAX_TARGET:g})"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps({"threads": arguments.threads, "rows": rows}, indent=1))
 
