@@ -4,8 +4,8 @@
     python scripts/bench_optim.py --sizes 1e7 --rounds 5 --json optim.json
 
 All contenders take turns within a round, on huge pages (XLA's own memory excepted), and each figure is a median over
-rounds; ratios are those of the medians of one run, since absolute rates drift on a shared machine. Bytes count each byte
-read or written once, per parameter:
+rounds; ratios are those of the medians of one run, since absolute rates drift on a shared machine. Bytes count each
+byte read or written once, per parameter:
 
     triad           8 read, 4 written: a = b + s c in C, with the kernels' threads; ordinary stores, and stores that go
                     past the caches ("stream"), which save the read of what is overwritten
@@ -13,8 +13,8 @@ read or written once, per parameter:
     fused bf16     14 read (weight, remainder, gradient: 2 each; moments), 12 written
 
 optax does the same update jitted: fp32 throughout, or an fp32 master from which bf16 weights are rounded; as its users
-write it, and with donated state ("in place"), which saves XLA fresh memory. torch and DeepSpeed run fp32 only (their bf16
-variants keep other state).
+write it, and with donated state ("in place"), which saves XLA fresh memory. torch and DeepSpeed run fp32 only (their
+bf16 variants keep other state).
 """
 
 from __future__ import annotations
