@@ -89,7 +89,7 @@ class Arena:
         if rc < 0:
             raise OSError(-rc, f"cannot fault in an arena of {self.num_bytes} bytes: {os.strerror(-rc)}")
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> dict[str, Any]:
         """What was granted and what is resident, for reports: reads /proc/self/smaps."""
         self._check_open()
         resident, huge = _resident(self.address, self.num_bytes)

@@ -1,5 +1,6 @@
 """Fixtures: a directory on a real disk, an arena, and an engine of each kind."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -55,10 +56,8 @@ def make_engine() -> Iterator[Callable[..., aio_ffi.Engine]]:
 
     yield make
     for engine in made:
-        try:
+        with contextlib.suppress(aio_ffi.AioError):
             engine.close()
-        except aio_ffi.AioError:
-            pass
 
 
 @pytest.fixture

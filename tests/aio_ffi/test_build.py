@@ -24,7 +24,9 @@ def test_no_compiler_warnings():
 
 @pytest.fixture
 def copy(tmp_path: pathlib.Path) -> pathlib.Path:
-    shutil.copytree(ROOT / "aio_ffi", tmp_path / "aio_ffi", ignore=shutil.ignore_patterns("*.so", "_aio.c", "__pycache__"))
+    shutil.copytree(
+        ROOT / "aio_ffi", tmp_path / "aio_ffi", ignore=shutil.ignore_patterns("*.so", "_aio.c", "__pycache__")
+    )
     return tmp_path
 
 

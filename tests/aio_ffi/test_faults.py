@@ -1,4 +1,5 @@
 """Every failure that the kernel can answer with, met by the real engine."""
+# ruff: noqa: SIM117 - nested `with`s show what is injected around what
 
 import errno
 

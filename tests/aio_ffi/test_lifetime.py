@@ -1,4 +1,5 @@
 """Who keeps what alive, and what happens to errors that nobody waits for."""
+# ruff: noqa: SIM117 - nested `with`s show what is injected around what
 
 import errno
 import gc
@@ -170,17 +171,21 @@ def test_a_lost_error_is_printed_at_exit(path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)])
 def test_signals_interrupt_a_wait(path, number, code):
     """The wait is in C and would not end by itself: Ctrl-C must get through."""
-    script = IN_FLIGHT + """
+    script = (
+        IN_FLIGHT
+        + """
 from aio_ffi import _testing
 with _testing.closed_gate(engine, "submit"):
     stuck = engine.write(file, 0, np.ones(10, np.uint8))
     print("waiting", flush=True)
     stuck.wait()
 """
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(path), "libaio"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+    assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(number)
     _, stderr = process.communicate(timeout=20)
@@ -190,7 +195,9 @@ with _testing.closed_gate(engine, "submit"):
 
 
 def test_a_forked_child_is_told(path):
-    code = IN_FLIGHT + """
+    code = (
+        IN_FLIGHT
+        + """
 import os
 child = os.fork()
 if child == 0:
@@ -203,12 +210,15 @@ _, status = os.waitpid(child, 0)
 handle.wait()
 sys.exit(os.waitstatus_to_exitcode(status))
 """
+    )
     assert run_python(code, str(path), "libaio").returncode == 7
 
 
 def test_a_forked_child_may_exit(path):
     """Its destructors must not join threads that are not there."""
-    code = IN_FLIGHT + """
+    code = (
+        IN_FLIGHT
+        + """
 import os
 child = os.fork()
 if child == 0:
@@ -217,6 +227,7 @@ _, status = os.waitpid(child, 0)
 handle.wait()
 sys.exit(os.waitstatus_to_exitcode(status))
 """
+    )
     done = run_python(code, str(path), "libaio", timeout=20)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -26,7 +26,9 @@ def mounted(kind: str, options: str) -> Iterator[pathlib.Path]:
             source = kind
             if kind == "ext4":
                 image.truncate(24 * MIB)
-                made = subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", image.name], capture_output=True, text=True)
+                made = subprocess.run(
+                    ["mkfs.ext4", "-q", "-O", "^has_journal", image.name], capture_output=True, text=True
+                )
                 if made.returncode:
                     pytest.skip(f"mkfs.ext4: {made.stderr}")
                 source = image.name
@@ -181,7 +183,7 @@ def test_a_file_system_without_direct_io(make_engine, arena):
 
 @pytest.mark.parametrize("code", sorted({errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}))
 def test_refused_at_the_write(disk, monkeypatch, code):
-    """FS03: merged and FUSE mounts accept the flag, and the read, and refuse the write. No such mount can be had here."""
+    """FS03: merged and FUSE mounts accept the flag, and the read, and refuse the write. (None to be had here.)"""
 
     def refuse(*_: object) -> int:
         raise OSError(code, os.strerror(code))

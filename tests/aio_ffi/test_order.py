@@ -1,4 +1,5 @@
 """In which order, and in how many requests, the queue reaches the kernel."""
+# ruff: noqa: SIM117 - nested `with`s show what is injected around what
 
 import errno
 import statistics

@@ -12,7 +12,24 @@ from aio_ffi import _testing
 from tests.aio_ffi.conftest import KINDS, fill
 
 BLOCK = 1 << 16
-LENGTHS = (0, 1, 2, 448, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK + 1, 512448)
+LENGTHS = (
+    0,
+    1,
+    2,
+    448,
+    511,
+    512,
+    513,
+    4095,
+    4096,
+    4097,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    3 * BLOCK - 1,
+    3 * BLOCK + 1,
+    512448,
+)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
