@@ -13,6 +13,9 @@ from aio_ffi._filesystem import PROBE_PREFIX, DirectSupport, fs_type, no_direct,
 from aio_ffi._options import EngineOptions
 
 
+MEMORY_FS = ("tmpfs", "ramfs")
+
+
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """What was found.
@@ -23,7 +26,7 @@ class Probe:
       direct: O_DIRECT works.
       alignment: Offsets and lengths that are multiples of it take the fast path.
       fs_type: Type of the file system.
-      reason: Why not a better engine, and how to get it; "" for libaio.
+      reason: Why not a better engine, and how to get it, or that this is no disk; "" for libaio on a disk.
     """
 
     directory: str
@@ -58,7 +61,11 @@ def probe(directory: str | os.PathLike[str], options: EngineOptions | None = Non
         return dataclasses.replace(below, reason=f"kernel AIO was granted, but {failure}")
     if failure:
         raise AioError(errno.EIO, f"probe: {failure}", operation="probe", path=directory)
-    return Probe(directory, name, support.direct, support.alignment, fs_type(directory), reason)
+    kind = fs_type(directory)
+    if kind in MEMORY_FS:
+        reason = f"{reason}; " if reason else ""
+        reason += f"{kind} is memory, not a disk: what is stored in {directory} counts against host memory"
+    return Probe(directory, name, support.direct, support.alignment, kind, reason)
 
 
 def _round_trip(engine: Engine, directory: str, support: DirectSupport) -> str:

@@ -205,6 +205,11 @@ def test_probe_leaves_nothing_and_clears_dead_ones(disk):
     assert (found.engine == "libaio") == (found.reason == "")
 
 
+def test_memory_is_no_disk():
+    with mounted("tmpfs", "size=8m") as folder:
+        assert "memory, not a disk" in aio_ffi.probe(folder).reason
+
+
 @pytest.mark.parametrize("explicit", ["libaio", "threads_direct", "threads_buffered"])
 def test_probe_of_one_engine(disk, explicit):
     found = aio_ffi.probe(disk, aio_ffi.EngineOptions(engine=explicit))
