@@ -4,10 +4,8 @@ import io
 import json
 import signal
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from zinf_jax import config as config_module
@@ -17,20 +15,6 @@ from zinf_jax.train.metrics import read_metrics
 from zinf_jax.train.shutdown import Shutdown
 
 TEXT = {"tokenizer": "bytes", "pattern": "*.txt", "valid_every": 4, "valid_rows": 4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Every run here compiles the same few programs; they are the point of other tests."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -143,6 +127,13 @@ def test_a_second_signal_interrupts():
         assert shutdown.requested
         with pytest.raises(KeyboardInterrupt, match="second SIGINT"):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_time_limit_ends_the_run_with_its_sample(make_config, tmp_path):
+    summary, output = _run(make_config(extra={"max_minutes": 1e-9}), tmp_path / "run")
+    assert (summary.status, summary.step) == ("stopped", 0)
+    assert output.count("stopped after 1e-09 minutes of training") == 1
+    assert "--resume auto" in summary.resume_command and "--steps" not in summary.resume_command
 
 
 def test_checkpoints_are_kept_as_asked_and_can_be_gone_back_to(make_config, tmp_path):

@@ -4,7 +4,7 @@ import dataclasses
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +88,12 @@ def peak_rss_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_rss() -> None:
+    """Lets `peak_rss_bytes` begin anew; where the system cannot, it goes on counting from the process's start."""
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 
 
 def rss_bytes() -> int:

@@ -27,7 +27,7 @@ from rich.console import Console
 from zinf_jax.config import Config, check_paths
 from zinf_jax.errors import ConfigError
 from zinf_jax.models import ModelSpec
-from zinf_jax.stream.stats import Stats
+from zinf_jax.stream.stats import Stats, reset_peak_rss
 from zinf_jax.train import checkpoint, report
 from zinf_jax.train.data import Data
 from zinf_jax.train.metrics import MetricsWriter, read_metrics
@@ -98,6 +98,7 @@ def run(
             display.stage("data", 0, 1)
             data = build_data(config, spec, run_dir, batch_size)
             display.note(f"data: {data.description}")
+            reset_peak_rss()  # What tokenising took is no part of the plan.
             trainer.prepare(first_batch(data))
             if trainer.user_state is not None:
                 data.train.set_state(trainer.user_state["data"])
@@ -185,22 +186,32 @@ class _Loop:
         self.traffic = Traffic()
         self.stats: Stats | None = None
         self.steps_done = 0
+        self.start = time.monotonic()
         self.num_params = spec.num_params()
 
     def run(self) -> Summary:
         self.display.begin(self.trainer.global_step)
         if self.trainer.global_step == 0:
             self._validate()
-        while self.trainer.global_step < self.num_steps and not self.shutdown.requested:
-            self._step()
-            step = self.trainer.global_step
-            if step < self.num_steps and not self.shutdown.requested:
-                self._between(step)
+        while self._go_on():
+            if self.steps_done:
+                self._between(self.trainer.global_step)
+            if not self.shutdown.requested:
+                self._step()
         sample = None
         if self.steps_done and not self.shutdown.requested:
             self._validate()
             sample = self._sample()
         return self._summary(sample)
+
+    def _go_on(self) -> bool:
+        if self.trainer.global_step >= self.num_steps or self.shutdown.requested:
+            return False
+        limit = self.options.max_minutes
+        if limit is None or time.monotonic() - self.start < 60 * limit:
+            return True
+        self.display.note(f"stopped after {limit:g} minutes of training (train.extra.max_minutes)")
+        return False
 
     def _step(self) -> None:
         batch = next(self.data.train)  # type: ignore[call-overload]
@@ -229,7 +240,7 @@ class _Loop:
         )
 
     def _between(self, step: int) -> None:
-        """What is due after a step that is not the last."""
+        """What is due after a step that another one follows."""
         if _due(step, self.options.valid_every):
             self._validate()
         if _due(step, self.config.train.sample_every):

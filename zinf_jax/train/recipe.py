@@ -29,12 +29,14 @@ class LoopOptions:
 
     Attributes:
       valid_every: Steps between validations; 0: only before the first step and after the last.
+      max_minutes: Training stops, as after a signal but with its sample, once it took so long; None: no limit.
       keep_last: Checkpoints that are kept; older ones are removed once a newer one is complete.
       temperature, top_k: Of samples; see `generate`.
       window: Tokens that a sample is generated from; None: what prompt and sample need, at most the model's `seq_len`.
     """
 
     valid_every: int = 0
+    max_minutes: float | None = None
     keep_last: int = 2
     temperature: float = 0.8
     top_k: int | None = 40
