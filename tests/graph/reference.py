@@ -11,6 +11,11 @@ from zinf_jax.graph.interpret import evaluate_units, grad_units, gradient_tree
 from zinf_jax.leaves import LeafKind, classify
 
 
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    """Random floats, without the seconds that jax.random takes to compile."""
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
 def check(
     fn: Any,
     params: Any,
@@ -82,7 +87,9 @@ def close(actual: Any, expected: Any, tolerance: float, exact: bool = False) -> 
 
 def check_evaluation(fn: Any, params: Any, args: tuple[Any, ...], max_unit_bytes: int, **kwargs: Any) -> UnitGraph:
     """Cuts without differentiation, runs the units and compares the output."""
-    graph = cut_function(fn, params, classify(params), args, max_unit_bytes=max_unit_bytes, differentiate=False, **kwargs)
+    graph = cut_function(
+        fn, params, classify(params), args, max_unit_bytes=max_unit_bytes, differentiate=False, **kwargs
+    )
     check_invariants(graph, max_unit_bytes)
     assert not graph.backward and not graph.trained_pieces
     close(evaluate_units(graph, params, args), fn(params, *args), 2e-6)
@@ -108,7 +115,9 @@ def check_invariants(graph: UnitGraph, max_unit_bytes: int) -> None:
         for piece, aval in zip(unit.pieces, program.piece_avals, strict=True):
             leaf = graph.leaves[piece.leaf]
             assert aval.shape == leaf.piece_shape and aval.dtype == leaf.dtype and 0 <= piece.index < leaf.num_pieces
-        for value, aval in zip((*unit.inputs, *unit.outputs), (*program.input_avals, *program.output_avals), strict=True):
+        for value, aval in zip(
+            (*unit.inputs, *unit.outputs), (*program.input_avals, *program.output_avals), strict=True
+        ):
             assert graph.values[value].shape == aval.shape and graph.values[value].dtype == aval.dtype
         for operand, aval in zip(unit.operands, program.operand_avals, strict=True):
             assert jnp.shape(graph.operands[operand]) == aval.shape

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.graph.reference import check, unit_bytes
+from tests.graph.reference import check, normal, unit_bytes
 from zinf_jax.errors import CutError
 from zinf_jax.graph import cut_function
 from zinf_jax.graph.interpret import grad_units
@@ -18,12 +18,11 @@ LIMIT = D * D * 4 + 4 * D  # one dense layer
 
 
 def layers(num: int, seed: int = 0) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), num)
-    return {f"w{i}": jax.random.normal(keys[i], (D, D)) / 3 for i in range(num)}
+    return {f"w{i}": normal(seed + i, D, D, scale=0.3) for i in range(num)}
 
 
 def batch(seed: int = 9) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (4, D))
+    return normal(seed, 4, D)
 
 
 def test_closed_over_constants_are_operands_not_part_of_the_program() -> None:
@@ -75,7 +74,7 @@ def test_equal_custom_rules_share_although_their_thunks_differ() -> None:
             def act(x):
                 return jnp.tanh(x)
 
-            act.defvjp(lambda x: (act(x), x), lambda x, ct: (ct * x,))  # noqa: B023
+            act.defvjp(lambda x: (act(x), x), lambda x, ct: (ct * x,))
             x = act(x @ p[f"w{i}"])
 
             @jax.custom_jvp
@@ -205,7 +204,9 @@ def test_whole_model_in_a_shard_map_is_refused_by_name() -> None:
         return x
 
     def loss(p, x):
-        return (jax.shard_map(inner, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data"))(p, x) ** 2).mean()
+        return (
+            jax.shard_map(inner, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec("data"))(p, x) ** 2
+        ).mean()
 
     with pytest.raises(CutError, match="shard_map"):
         cut_function(loss, layers(4), classify(layers(4)), (batch(),), max_unit_bytes=LIMIT)
@@ -223,7 +224,7 @@ def test_debug_prints_happen_once_in_forward_and_not_in_backward(capfd) -> None:
     capfd.readouterr()
     grad_units(graph, params, (batch(),))
     jax.effects_barrier()
-    assert sorted(capfd.readouterr().out.split()) == sorted("layer 0 layer 1 layer 2".split())
+    assert sorted(capfd.readouterr().out.split()) == sorted(["layer", "0", "layer", "1", "layer", "2"])
 
 
 def test_ordered_effects_are_refused_by_name() -> None:

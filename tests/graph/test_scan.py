@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from tests.graph.reference import check, check_evaluation, unit_bytes
+from tests.graph.reference import check, check_evaluation, normal, unit_bytes
 from zinf_jax.graph import cut_function
 from zinf_jax.leaves import classify
 
@@ -15,16 +15,11 @@ SLICE = 4 * (D * D + D)
 
 
 def params(length: int = L) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    return {
-        "w": jax.random.normal(keys[0], (length, D, D)) / 3,
-        "b": jax.random.normal(keys[1], (length, D)),
-        "head": jax.random.normal(keys[2], (D, D)),
-    }
+    return {"w": normal(0, length, D, D, scale=0.3), "b": normal(1, length, D), "head": normal(2, D, D)}
 
 
 def batch() -> jax.Array:
-    return jax.random.normal(jax.random.key(7), (4, D))
+    return normal(7, 4, D)
 
 
 def body(x, layer):
@@ -144,7 +139,7 @@ def test_low_rank_updates_merged_up_front() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_nested_scans(grouped) -> None:
     shape = (6, D, D) if grouped else (2, 3, D, D)
-    p = {"w": jax.random.normal(jax.random.key(0), shape) / 3, "v": jnp.ones((2, D))}
+    p = {"w": normal(0, *shape, scale=0.3), "v": jnp.ones((2, D))}
 
     def loss(p, x):
         w = p["w"].reshape(2, 3, D, D)
@@ -236,7 +231,7 @@ def test_a_use_that_cannot_be_tiled_is_named_with_its_bytes() -> None:
 
 
 def test_a_leaf_stacked_along_another_dim_is_named() -> None:
-    p = {"w": jax.random.normal(jax.random.key(0), (64, L, 64)), "b": jnp.ones((L, 64))}
+    p = {"w": normal(0, 64, L, 64), "b": jnp.ones((L, 64))}
 
     def loss(p, x):
         def layer(x, wb):
