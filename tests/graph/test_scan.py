@@ -162,7 +162,7 @@ def test_a_scan_over_time_stays_one_equation() -> None:
             h = jnp.tanh(x @ p["head"] + h @ p["w"][0])
             return h, h
 
-        h, hs = jax.lax.scan(cell, x, jnp.stack([x] * 6))
+        _, hs = jax.lax.scan(cell, x, jnp.stack([x] * 6))
         return (hs**2).mean()
 
     graph = check(loss, params(1), (batch(),), 10**6)
