@@ -48,7 +48,7 @@ def make_plan(
     positions = schedule.positions_of(shape)
     lives = schedule.value_lives(shape, positions)
     per_chunk = options.chunk_bytes // max(record_itemsize, 1)
-    chunk_elements = max(CHUNK_ELEMENTS, per_chunk // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+    chunk_elements = options.chunk_elements or max(CHUNK_ELEMENTS, per_chunk // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
     itemsizes = (weights_itemsize, record_itemsize, gradient_itemsize)
     build = _Builder(shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes)
     spilled = build.spilled(placement.residuals)

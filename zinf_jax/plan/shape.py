@@ -116,6 +116,7 @@ class StreamOptions:
       chunk_bytes: Optimizer record bytes that are read, updated and written as one.
       num_chunk_frames: Chunks that have a frame at the same time (reading, updating, writing). 1 is synchronous.
       micro_batches_per_group: 0 for all in one group (layer-major).
+      chunk_elements: Elements per chunk instead of `chunk_bytes`: a stored run's records are in chunks of a given size.
     """
 
     lookahead: int = 2
@@ -123,6 +124,7 @@ class StreamOptions:
     chunk_bytes: int = 16 << 20
     num_chunk_frames: int = 4
     micro_batches_per_group: int = 0
+    chunk_elements: int | None = None
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:

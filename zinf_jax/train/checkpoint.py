@@ -18,7 +18,7 @@ import platform
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from zinf_jax.errors import ConfigError, ResumeError
 from zinf_jax.optim import kernels
 from zinf_jax.plan import Chunk
 from zinf_jax.stream.chunks import OPTIMIZER, ChunkFrame
-from zinf_jax.stream.engine import EngineOptions, StreamEngine
+from zinf_jax.stream.engine import StreamEngine
 from zinf_jax.stream.pager import WEIGHTS
 from zinf_jax.tier import Page, PageStore, Topology
 from zinf_jax.train.rundir import read_manifest, sync_directory, write_json
@@ -104,12 +104,22 @@ class Source:
     def directory(self) -> pathlib.Path:
         return pathlib.Path(self.manifest["directory"]) if self.in_place else self.path
 
-    def layout_and_options(self, options: EngineOptions, topology: Topology) -> tuple[Mapping[str, Any], EngineOptions]:
-        """The stored layout, and options whose chunks are the stored ones.
+    def check(self, weights_dtype: Any, slots: Sequence[str], topology: Topology) -> None:
+        """Can this run go on from here? Warns where the environment differs in what bits depend on.
 
         Raises:
-          ResumeError: the pages were split for another mesh.
+          ResumeError: another precision, other optimizer state, or pages split for another mesh.
         """
+        if self.manifest["weights_dtype"] != str(weights_dtype):
+            raise ResumeError(
+                f"{self.path} holds {self.manifest['weights_dtype']} weights, this config trains in {weights_dtype}: "
+                "use the same bf16/fp16 section"
+            )
+        if self.manifest["slots"] != list(slots):
+            raise ResumeError(
+                f"{self.path} holds optimizer state {self.manifest['slots']}, this optimizer keeps {list(slots)}: "
+                "use the same optimizer"
+            )
         layout = self.manifest["layout"]
         ranks = {page["shape"][1] for page in layout["pages"]}
         if ranks != {topology.num_ranks}:
@@ -121,7 +131,6 @@ class Source:
         changed = [f"{k}: {stored[k]!r} -> {found[k]!r}" for k in found if stored.get(k) != found[k]]
         if changed:
             warnings.warn("resuming in another environment, bits may differ: " + "; ".join(changed), stacklevel=4)
-        return layout, options
 
 
 def find_latest(run_dir: pathlib.Path) -> Source | None:
@@ -201,19 +210,13 @@ def load(engine: StreamEngine, source: Source, progress: Callable[[int, int], No
     """Brings a checkpoint's bytes into the run's tiers.
 
     Raises:
-      ResumeError: it holds another kind of optimizer state or precision.
+      ResumeError: its files are of other sizes.
       StoreError: a file is cut short or unreadable.
     """
     content = source.manifest
-    if content["weights_dtype"] != str(engine.record.weights):
-        raise ResumeError(
-            f"{source.path} holds {content['weights_dtype']} weights, this config trains in {engine.record.weights}: "
-            "use the same bf16/fp16 section"
-        )
     if content["files"] != {kind: engine.store.sizes[kind] for kind in (WEIGHTS, OPTIMIZER)}:
         raise ResumeError(
-            f"{source.path} holds optimizer state of slots {content['slots']}, of another size than this optimizer's: "
-            "use the same optimizer"
+            f"{source.path} holds pages of other sizes ({content['files']}) than this run: the model or mesh differs"
         )
     if source.in_place:
         store = engine.store
@@ -239,7 +242,7 @@ def _copy(
     to_store: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Moves all chunks between the run's tiers and a store's files. What already is in that very file is not written to it again."""
+    """Moves all chunks between the run's tiers and a store's files; writes nothing to where it is already."""
     own = store is engine.store
     offsets, record = engine.offsets, engine.record
 

@@ -13,9 +13,12 @@ Guarantees:
   * A resumed run takes the batches that would have come next, and its metrics hold each step once.
 """
 
+import contextlib
 import json
 import secrets
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +27,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from zinf_jax.config import Config, check_paths
+from zinf_jax.config import Config, check_paths, load
 from zinf_jax.errors import ConfigError
 from zinf_jax.models import ModelSpec
 from zinf_jax.stream.stats import Stats, reset_peak_rss
@@ -82,7 +85,9 @@ def run(
     """
     run_dir = Path(run_dir).absolute()
     console = console or Console()
-    num_steps = steps or config.train.steps
+    if steps is not None:
+        config = load(config, {"train.steps": steps})
+    num_steps = config.train.steps
     if num_steps is None:
         raise ConfigError("no number of steps: set train.steps, or pass --steps")
     options = LoopOptions.of(config.train.extra)
@@ -302,7 +307,6 @@ class _Loop:
         mine = read_metrics(self.run_dir, "step")[-self.steps_done :] if self.steps_done else []
         train_s = sum(record["time_s"] for record in mine)
         finished = trainer.global_step >= self.num_steps
-        goal = "" if not finished else f" --steps {2 * self.num_steps}"
         return Summary(
             run_dir=self.run_dir,
             status="finished" if finished else "stopped",
@@ -321,8 +325,17 @@ class _Loop:
             write_stall_s=stats.total_write_stall_s,
             peaks=_peaks(trainer),
             sample=sample,
-            resume_command=f"zinf train {self.run_dir / CONFIG_FILE} --run-dir {self.run_dir} --resume auto{goal}",
+            resume_command=resume_command(self.run_dir, 2 * self.num_steps if finished else None),
         )
+
+
+def resume_command(run_dir: Path, steps: int | None) -> str:
+    """What to type, in the present directory, to go on with a run; `steps` where its goal must be moved."""
+    program = [sys.argv[0]] if Path(sys.argv[0]).name == "zinf" else [sys.executable, "-m", "zinf_jax.cli"]
+    with contextlib.suppress(ValueError):
+        run_dir = run_dir.relative_to(Path.cwd())
+    arguments = ["train", str(run_dir / CONFIG_FILE), "--run-dir", str(run_dir), "--resume", "auto"]
+    return shlex.join([*program, *arguments, *([] if steps is None else ["--steps", str(steps)])])
 
 
 def _due(step: int, every: int) -> bool:

@@ -55,6 +55,11 @@ def engine_options(config: Config) -> EngineOptions:
     )
 
 
+def with_chunk_elements(options: EngineOptions, chunk_elements: int) -> EngineOptions:
+    """Options whose records are in chunks of a stored run's size."""
+    return dataclasses.replace(options, stream=dataclasses.replace(options.stream, chunk_elements=chunk_elements))
+
+
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 

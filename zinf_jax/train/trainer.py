@@ -177,12 +177,13 @@ class Trainer:
         if not trained:
             raise ConfigError("no parameter is trainable: check trainable_patterns and frozen_patterns")
         self._rule = rule.bind(self._leaves, self._abstract)
-        layout_json = None
-        options = self._options
-        if self._source is not None and self._stored is not None:
-            layout_json, options = self._source.layout_and_options(options, self._topology)
+        stored_layout, options = None, self._options
+        if self._source is not None:
+            self._source.check(self.config.compute_dtype, self._rule.slots, self._topology)
+            stored_layout = self._source.manifest["layout"]
+            options = setup.with_chunk_elements(options, self._source.manifest["chunk_elements"])
         program, layout, record, gradient_dtype = setup.build_program(
-            self._traced, self.config, self._topology, batching, len(self._rule.slots), options, layout_json,
+            self._traced, self.config, self._topology, batching, len(self._rule.slots), options, stored_layout,
             lambda done, total: self._report("compile", done, total),
         )  # fmt: skip
         in_place = self._source is not None and self._source.in_place
