@@ -126,7 +126,7 @@ def test_plan_and_generate_hand_over(config_file: Path, calls: list[Any]) -> Non
 
 
 def test_a_small_run_from_plan_to_text(tmp_path: Path) -> None:
-    """The real thing, in a process of its own: a signal handler and a signal mask belong to it."""
+    """The real thing, from a DeepSpeed file with a model in it."""
     (tmp_path / "text").mkdir()
     for i in range(4):
         (tmp_path / "text" / f"{i}.txt").write_text(f"the {i}th file says: abcabcabc, over and over again.\n" * 8)
@@ -137,40 +137,30 @@ def test_a_small_run_from_plan_to_text(tmp_path: Path) -> None:
         "valid_rows": 4,
         "source": str(tmp_path / "text"),
     }
-    config = tmp_path / "tiny.json"
+    config, run_dir = tmp_path / "tiny.json", tmp_path / "run"
     tree = {
         "train_batch_size": 4, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
         "model": {"factory": "tests.train.tiny:model"}, "data": {"kwargs": text}, "train": {"sample_tokens": 2},
     }  # fmt: skip
     config.write_text("// a DeepSpeed file with a model\n" + json.dumps(tree))
-    run = ["-d", str(tmp_path / "run"), "--steps"]
 
-    def call(*args: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "zinf_jax.cli", *args], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+    def call(*args: object) -> str:
+        result = zinf("--traceback", *args)
+        assert result.exit_code == 0, (result.exception, result.output[-2000:])
+        return result.stdout
 
-    planned = call("plan", str(config))
+    planned = call("plan", config)
     assert "NVMe per step" in planned
-    assert "fast_init" not in planned
     assert "no max_in_cpu" in planned  # a note
-    call("train", str(config), *run, "2")
-    again = subprocess.run(
-        [sys.executable, "-m", "zinf_jax.cli", "train", str(config), *run, "3"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert again.returncode == 1  # a run lies there
-    assert "resume" in again.stderr
-    resumed = tmp_path / "run" / "config.yaml"
-    call("train", str(resumed), *run, "3", "--resume", "auto")
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in steps if record.get("kind") == "step"] == [1, 2, 3]
-    assert call("generate", str(tmp_path / "run"), "abc", "-n", "4").startswith("abc")
+    call("train", config, "-d", run_dir, "--steps", 2)
+    refused = zinf("train", config, "-d", run_dir, "--steps", 3)  # a run lies there
+    assert refused.exit_code == 1
+    assert "resume" in refused.stderr
+    call("train", run_dir / "config.yaml", "-d", run_dir, "--steps", 3, "--resume", "auto")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record.get("kind") == "step"] == [1, 2, 3]
+    assert call("generate", run_dir, "abc", "-n", 4).startswith("abc")
 
 
 def test_report_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
