@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import signal
 
 import numpy as np
@@ -105,8 +106,12 @@ def test_a_signal_ends_the_run_after_its_step_and_it_goes_on(make_config, tmp_pa
     summary, output = _run(stopping, tmp_path / "run")
     assert (summary.status, summary.step, summary.sample) == ("stopped", 3, None)
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert "go on with: zinf train" in output and "--steps" not in summary.resume_command
-    _run(make_config(), tmp_path / "run", resume="auto")
+    assert f"go on with: {summary.resume_command}" in output
+    command = shlex.split(summary.resume_command)
+    assert command[-4:] == ["--run-dir", str(tmp_path / "run"), "--resume", "auto"]
+    config = config_module.load(command[command.index("train") + 1])
+    config = config_module.load(config, {"data": {"factory": recipe.TEXT_FACTORY, "kwargs": make_config().data.kwargs}})
+    _run(config, tmp_path / "run", resume="auto")
     _run(make_config(), tmp_path / "whole")
     assert _steps(tmp_path / "run") == _steps(tmp_path / "whole")
 
