@@ -168,7 +168,6 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **(env or {})},
-                start_new_session=True,
             )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -224,8 +223,7 @@ class Worker:
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
         self._selector.close()
         self._process.stdout.close()
@@ -277,11 +275,16 @@ def alternate(
     return series
 
 
+def end_on_sigterm() -> None:
+    """Lets `finally` clauses run when this process is told to end, so that no page files stay behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 @contextlib.contextmanager
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
     """A new folder under `parent` that is removed at the end, whatever happens."""
     parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent.resolve()))
     try:
         yield folder
     finally:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _bench import GIB, Worker, WorkerError, temporary_folder, worker_argv, worker_env, write_json
+from _bench import GIB, Worker, WorkerError, end_on_sigterm, temporary_folder, worker_argv, worker_env, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for set-up, and for each step")
     parser.add_argument("--json", type=Path, help="write everything there")
     args = parser.parse_args(argv)
+    end_on_sigterm()
     made = not args.nvme_path.exists()
     rows, failures = [], []
     for config in args.configs:

@@ -35,6 +35,7 @@ from _bench import (
     Worker,
     WorkerError,
     alternate,
+    end_on_sigterm,
     temporary_folder,
     worker_argv,
     worker_env,
@@ -264,6 +265,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
+    end_on_sigterm()
     made = not args.nvme_path.exists()
     with temporary_folder(args.nvme_path, "bench-logs") as logs:
         bench = Bench(args, logs)
