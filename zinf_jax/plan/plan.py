@@ -72,6 +72,7 @@ class Plan:
       arena_bytes: All host memory of the run.
       device_bytes: Planned peak of values, programs and pages on the device.
       base_rss_bytes: Of the process before any of it.
+      scratch_bytes: Host memory beside the arena that the update needs.
       items: The memory table.
       prediction: Bytes and times.
     """
@@ -94,17 +95,19 @@ class Plan:
     arena_bytes: int
     device_bytes: int
     base_rss_bytes: int
+    scratch_bytes: int
     items: tuple[BudgetItem, ...]
     prediction: Prediction
 
     @property
     def host_bytes(self) -> int:
-        return self.arena_bytes
+        """What counts against `host_memory`."""
+        return self.arena_bytes + self.scratch_bytes
 
     @property
     def peak_rss_bytes(self) -> int:
         """Of the process: what it held before, the arena, and on a CPU the device's memory too."""
-        return self.base_rss_bytes + self.arena_bytes + (self.device_bytes if self.hardware.aliases else 0)
+        return self.base_rss_bytes + self.host_bytes + (self.device_bytes if self.hardware.aliases else 0)
 
     @cached_property
     def fetches(self) -> Mapping[int, tuple[Span, ...]]:

@@ -31,6 +31,7 @@ def make_plan(
     record_itemsize: int,
     gradient_itemsize: int,
     base_rss_bytes: int = 0,
+    update_bytes: int = 0,
 ) -> Plan:
     """Plans a training step.
 
@@ -41,6 +42,7 @@ def make_plan(
       options: Lookahead, chunk sizes.
       weights_itemsize, record_itemsize, gradient_itemsize: Bytes per element of a trainable page.
       base_rss_bytes: What the process holds before anything of the plan is allocated.
+      update_bytes: Host memory that the update needs beside its frames (leaves that are updated whole).
 
     Raises:
       PlanError: the budgets are too small; the message has the table.
@@ -50,7 +52,7 @@ def make_plan(
     per_chunk = options.chunk_bytes // max(record_itemsize, 1)
     chunk_elements = options.chunk_elements or max(CHUNK_ELEMENTS, per_chunk // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
     itemsizes = (weights_itemsize, record_itemsize, gradient_itemsize)
-    build = _Builder(shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes)
+    build = _Builder(shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes, update_bytes)
     spilled = build.spilled(placement.residuals)
     plan = build.plan(floor_tiers(shape.pages, placement), spilled, hardware.host_memory)
     room = hardware.host_memory - plan.host_bytes
@@ -101,6 +103,7 @@ class _Builder:
     chunk_elements: int
     itemsizes: tuple[int, int, int]
     base_rss_bytes: int
+    update_bytes: int
 
     def spilled(self, tier: Tier | None) -> dict[int, Tier]:
         """Residual values that leave the device: all that have the time to, or none."""
@@ -154,6 +157,7 @@ class _Builder:
             host_residuals=residual_offsets, chunks=chunks, chunk_elements=self.chunk_elements,
             chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=base, arena_bytes=arena,
             device_bytes=device, base_rss_bytes=self.base_rss_bytes,
+            scratch_bytes=self.update_bytes,
             items=self._items(tiers, host_residuals, stream_bytes, update_bytes, device, weights, others),
             prediction=self._predict(tiers, weights, spilled),
         )  # fmt: skip
@@ -237,6 +241,7 @@ class _Builder:
                 )
                 if total:
                     items.append(BudgetItem(tier, kind, total, "resident"))
+        items.append(BudgetItem(Tier.HOST, "leaves updated whole", self.update_bytes, "no fused kernel"))
         items.append(BudgetItem(Tier.HOST, "residuals", host_residuals, "resident"))
         loads = (format_bytes(schedule.peak_load(weights)), format_bytes(schedule.peak_load(others)))
         streams = f"weights {loads[0]}, other {loads[1]}"

@@ -5,7 +5,7 @@ Used between steps only, from the main thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,10 @@ class Initializer(Protocol):
     def make(self, pieces: Sequence[Piece]) -> list[np.ndarray]: ...
 
 
+InitSlots = Callable[[int, np.ndarray], Sequence[Any]]
+"""(leaf index, fp32 masters of a range) -> initial value of each slot there: a number, or an array like the range."""
+
+
 class Contents:
     """The weights and records of one run."""
 
@@ -34,14 +38,14 @@ class Contents:
         record: RecordFormat,
         io: ChunkIO,
         axis_sizes: dict[str, int],
-        slot_init: Sequence[float],
+        init_slots: InitSlots,
     ) -> None:
         self._layout = layout
         self._plan = plan
         self._record = record
         self._io = io
         self._axis_sizes = axis_sizes
-        self._slot_init = tuple(slot_init)
+        self._init_slots = init_slots
 
     def chunks_of(self, page: Page) -> list[Chunk]:
         """The chunks of any page, trained or not."""
@@ -84,26 +88,17 @@ class Contents:
         weights = frame.weights.view(page.dtype)
         frame.weights[:] = 0
         frame.record[:] = 0
-        master, slots = self._record.split(frame.record) if page.trainable else (None, ())
-        for slot, value in zip(slots, self._slot_init, strict=page.trainable):
-            slot[:] = value
+        masters, slots = self._record.split(frame.record) if page.trainable else (None, ())
         by_piece = {segment.piece: array for segment, array in zip(page.segments, rows, strict=True)}
         for part in ranges_of(page, self._layout.leaves, chunk.start, chunk.stop):
-            source = by_piece[part.segment.piece][part.row]
-            source = source[part.shard_start : part.shard_start + part.stop - part.start]
-            here = slice(part.start, part.stop)
-            if master is None:
+            source, here = by_piece[part.segment.piece][part.row][part.in_shard], part.here
+            if not page.trainable:
                 weights[here] = source
-            else:
-                self._split(source, weights[here], master[here])
-
-    def _split(self, source: np.ndarray, weights: np.ndarray, master: np.ndarray) -> None:
-        if weights.dtype == kernels.BF16:
-            kernels.split_master(np.ascontiguousarray(source), weights, master)
-        else:
-            master[:] = source
-            with np.errstate(over="ignore"):  # beyond fp16: inf, as a cast on the device gives
-                weights[:] = source.astype(weights.dtype)
+                continue
+            source = np.ascontiguousarray(source)
+            self._record.store_master(source, weights[here], masters, here)
+            for slot, value in zip(slots, self._init_slots(part.leaf.index, source), strict=False):
+                slot[here] = value
 
     def pieces(self, page: Page, *, slot: int | None = None, master: bool = True) -> Iterator[tuple[Piece, np.ndarray]]:
         """Values of a page's pieces, as arrays of `Leaf.piece_shape`.

@@ -27,8 +27,9 @@ from zinf_jax.plan import (
     make_plan,
 )
 from zinf_jax.stream.chunks import ChunkIO
-from zinf_jax.stream.contents import Contents
+from zinf_jax.stream.contents import Contents, InitSlots
 from zinf_jax.stream.executor import Executor
+from zinf_jax.stream.generic_updates import GenericUpdater
 from zinf_jax.stream.gradients import GRADIENTS, GradientCollector
 from zinf_jax.stream.pager import WEIGHTS, Pager
 from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, can_turn
@@ -203,7 +204,9 @@ class StreamEngine:
       record: How optimizer state is stored.
       gradient_dtype: The same on every tier.
       options: Budgets and sizes.
-      slot_init: Initial value of each optimizer slot.
+      init_slots: Initial values of the optimizer's slots.
+      fused: The optimizer has a host kernel.
+      update_bytes: Host memory that the update needs beside its frames.
       directory: For the files of the NVMe tier.
       reuse: The files are there already and hold the state.
     """
@@ -216,9 +219,11 @@ class StreamEngine:
         record: RecordFormat,
         gradient_dtype: np.dtype,
         options: EngineOptions,
-        slot_init: Sequence[float],
+        init_slots: InitSlots,
         directory: pathlib.Path,
         *,
+        fused: bool = True,
+        update_bytes: int = 0,
         reuse: bool = False,
     ) -> None:
         self.program, self.layout, self.topology, self.record = program, layout, topology, record
@@ -227,7 +232,7 @@ class StreamEngine:
         self.plan = make_plan(
             program.shape, hardware_of(topology, options), options.placement, options.stream,
             weights_itemsize=_trained_itemsize(layout), record_itemsize=record.itemsize,
-            gradient_itemsize=gradient_dtype.itemsize, base_rss_bytes=rss_bytes(),
+            gradient_itemsize=gradient_dtype.itemsize, base_rss_bytes=rss_bytes(), update_bytes=update_bytes,
         )  # fmt: skip
         self.arena = FrameArena(self.plan.arena_bytes, lock=options.lock)
         self.offsets, sizes, sparse = _file_layout(self.plan)
@@ -236,9 +241,9 @@ class StreamEngine:
         except BaseException:
             self.arena.close()
             raise
-        self._wire(gradient_dtype, slot_init)
+        self._wire(gradient_dtype, init_slots, fused)
 
-    def _wire(self, gradient_dtype: np.dtype, slot_init: Sequence[float]) -> None:
+    def _wire(self, gradient_dtype: np.dtype, init_slots: InitSlots, fused: bool) -> None:
         plan, layout, program = self.plan, self.layout, self.program
         resident = {
             page: FrameSpan(offset, layout.pages[page].num_bytes)
@@ -256,10 +261,13 @@ class StreamEngine:
             layout, plan, self.record, gradient_dtype, self.arena, self.store, self.pager, self.gradients,
             self.offsets, self.counters,
         )  # fmt: skip
-        self.updater = Updater(
-            layout, plan, self.record, self.io, self.gradients, self.counters, num_threads=self.options.num_threads
-        )
-        self.contents = Contents(layout, plan, self.record, self.io, dict(self.topology.axis_sizes), slot_init)
+        self.updater: Updater | GenericUpdater
+        parts = (layout, plan, self.record, self.io, self.gradients, self.counters)
+        if fused:
+            self.updater = Updater(*parts, num_threads=self.options.num_threads)
+        else:
+            self.updater = GenericUpdater(*parts, self.topology.axis_sizes)
+        self.contents = Contents(layout, plan, self.record, self.io, dict(self.topology.axis_sizes), init_slots)
         self.executor = Executor(
             program.graph, plan, program.executables, device_operands(program.graph, self.topology), self.pager,
             self.gradients, residuals, self.counters,

@@ -43,6 +43,22 @@ class RecordFormat:
     def itemsize(self) -> int:
         return (self.master.itemsize if self.master else 0) + 4 * self.num_slots
 
+    def store_master(
+        self, master: np.ndarray, weights: np.ndarray, stored: np.ndarray | None, here: slice
+    ) -> None:
+        """Writes an fp32 master to its weights and, at `here`, to what is stored beside them.
+
+        The only roundings of weights: `split_master` for bf16, to nearest even (inf beyond the range) for fp16.
+        """
+        if stored is None:
+            weights[:] = master
+        elif weights.dtype == kernels.BF16:
+            kernels.split_master(master, weights, stored[here])
+        else:
+            stored[here] = master
+            with np.errstate(over="ignore"):
+                weights[:] = master.astype(weights.dtype)
+
     def split(self, record: np.ndarray) -> tuple[np.ndarray | None, tuple[np.ndarray, ...]]:
         """Views into a record's bytes (uint8[n * itemsize]): master [n] or None, slots [n]."""
         if self.itemsize == 0:
@@ -67,6 +83,16 @@ class RangeOf:
     start: int
     stop: int
     shard_start: int
+
+    @property
+    def here(self) -> slice:
+        """In the chunk."""
+        return slice(self.start, self.stop)
+
+    @property
+    def in_shard(self) -> slice:
+        """In the row's shard of the piece."""
+        return slice(self.shard_start, self.shard_start + self.stop - self.start)
 
 
 def ranges_of(page: Page, leaves: tuple[Leaf, ...], start: int, stop: int) -> Iterator[RangeOf]:

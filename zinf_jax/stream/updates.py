@@ -127,7 +127,7 @@ class Updater:
         master, slots = self._record.split(frame.record)
         ranges = []
         for part in ranges_of(page, self._layout.leaves, chunk.start, chunk.stop):
-            index, here = part.leaf.index, slice(part.start, part.stop)
+            index, here = part.leaf.index, part.here
             if index not in coefficients:
                 coefficients[index] = rule.coefficients(index, count)
             ranges.append(
@@ -147,6 +147,5 @@ def part_gradient(part: RangeOf, frame: ChunkFrame, gradients: GradientCollector
     if not gradients.covers(part.segment.piece):
         return None
     if tier is Tier.DEVICE:
-        rows = gradients.device_rows(part.segment.piece)[part.row]
-        return rows[part.shard_start : part.shard_start + part.stop - part.start]
-    return None if frame.gradient is None else frame.gradient[part.start : part.stop]
+        return gradients.device_rows(part.segment.piece)[part.row][part.in_shard]
+    return None if frame.gradient is None else frame.gradient[part.here]

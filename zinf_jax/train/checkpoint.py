@@ -62,6 +62,7 @@ def manifest(
     state: Any,
     user_state: Any,
     slots: tuple[str, ...],
+    small: Mapping[str, np.ndarray],
     scale: Any,
     directory: str,
 ) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def manifest(
         "user_state": user_state,
         "loss_scale": scale,
         "slots": list(slots),
+        "optimizer_state": {name: encode_array(value) for name, value in small.items()},
         "weights_dtype": str(engine.record.weights),
         "chunk_elements": engine.plan.chunk_elements,
         "files": {kind: engine.store.sizes[kind] for kind in (WEIGHTS, OPTIMIZER)},

@@ -16,6 +16,7 @@ from zinf_jax.graph import cut_function
 from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.leaves import Leaf, classify, path_name
 from zinf_jax.plan import PlacementOptions, StreamOptions, Tier
+from zinf_jax.stream.contents import InitSlots
 from zinf_jax.stream.engine import EngineOptions, StepProgram, make_layout, step_program
 from zinf_jax.stream.records import RecordFormat
 from zinf_jax.tier import Layout, LayoutOptions, Partitioning, Topology
@@ -53,6 +54,14 @@ def engine_options(config: Config) -> EngineOptions:
         lock="auto" if config.pin_memory is None else config.pin_memory,
         num_threads=config.host_threads,
     )
+
+
+def slot_initialiser(rule: Any) -> InitSlots:
+    """Initial values of an optimizer's slots: constants where it has a kernel, else what optax's init gives."""
+    if not rule.fused:
+        return rule.init_slots
+    values = [rule.slot_init(slot) for slot in rule.slots]
+    return lambda leaf_index, master: values
 
 
 def with_chunk_elements(options: EngineOptions, chunk_elements: int) -> EngineOptions:

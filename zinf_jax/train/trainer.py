@@ -25,8 +25,10 @@ from zinf_jax.errors import ConfigError, NonFiniteError, ResumeError, ZinfError
 from zinf_jax.graph.lazy import Lazy, initializer
 from zinf_jax.leaves import Leaf, LeafKind
 from zinf_jax.optim import clipping, loss_scale
+from zinf_jax.optim.generic import as_rule
 from zinf_jax.plan import Plan
 from zinf_jax.stream.engine import StreamEngine
+from zinf_jax.stream.generic_updates import whole_bytes
 from zinf_jax.stream.stats import Stats, peak_rss_bytes
 from zinf_jax.tier import Layout
 from zinf_jax.train import checkpoint, setup
@@ -168,15 +170,10 @@ class Trainer:
         self._leaves = self._traced.graph.leaves
         for text in self._traced.graph.warnings:
             warnings.warn(text, stacklevel=2)
-        rule = getattr(self._optimizer, "rule", None)
-        if rule is None:
-            raise ConfigError(
-                f"{self._optimizer!r} has no host kernel: use zinf_jax.optim.adamw, adam, lion, sgd or adagrad"
-            )
         trained = [leaf for leaf in self._leaves if leaf.kind is LeafKind.TRAINABLE]
         if not trained:
             raise ConfigError("no parameter is trainable: check trainable_patterns and frozen_patterns")
-        self._rule = rule.bind(self._leaves, self._abstract)
+        self._rule: Any = as_rule(self._optimizer).bind(self._leaves, self._abstract)
         stored_layout, options = None, self._options
         if self._source is not None:
             self._source.check(self.config.compute_dtype, self._rule.slots, self._topology)
@@ -191,10 +188,13 @@ class Trainer:
         self._make = initializer(self._params, self._leaves)
         for text in self._make.warnings:
             warnings.warn(text, stacklevel=2)
-        slot_init = [self._rule.slot_init(slot) for slot in self._rule.slots]
+        init_slots, update_bytes = setup.slot_initialiser(self._rule), 0
+        if not self._rule.fused:
+            update_bytes = whole_bytes(self._rule, self._leaves)
         self._engine = StreamEngine(
-            program, layout, self._topology, record, gradient_dtype, options, slot_init, directory, reuse=in_place
-        )
+            program, layout, self._topology, record, gradient_dtype, options, init_slots, directory,
+            reuse=in_place, fused=self._rule.fused, update_bytes=update_bytes,
+        )  # fmt: skip
         try:
             self._fill(in_place)
         except BaseException:
@@ -407,10 +407,11 @@ class Trainer:
         """{"count": n, slot: {leaf name: fp32 array}} in host memory. For small models and tests."""
         engine = self._ready()
         trained = [leaf for leaf in self._leaves if leaf.kind is LeafKind.TRAINABLE]
-        slots = {
-            name: {leaf.name: engine.contents.leaf(leaf, slot=i) for leaf in trained}
-            for i, name in enumerate(self._rule.slots)
-        }
+        slots: dict[str, dict[str, np.ndarray]] = {}
+        for leaf in trained:
+            names = self._rule.slots if self._rule.fused else self._rule.slots_of(leaf.index)
+            for i, name in enumerate(names):
+                slots.setdefault(name, {})[leaf.name] = engine.contents.leaf(leaf, slot=i)
         return {"count": self.global_step, **slots}
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -420,6 +421,7 @@ class Trainer:
         return checkpoint.manifest(
             engine, status=status, run_id=self._run_id, step=self.global_step, num_skipped=self.num_skipped,
             rng=self._rng, state=self.state, user_state=self.user_state, slots=self._rule.slots,
+            small={} if self._rule.fused else self._rule.state_dict(),
             scale=None if self._loss_scale is None else loss_scale.to_json(self._loss_scale),
             directory=str(setup.pages_directory(self.config, self.run_dir, self._run_id)),
         )  # fmt: skip
@@ -433,6 +435,9 @@ class Trainer:
         self._rng = checkpoint.decode_rng(manifest["rng"])
         if manifest["loss_scale"] is not None and self._loss_scale is not None:
             self._loss_scale = loss_scale.from_json(manifest["loss_scale"])
+        if not self._rule.fused:
+            small = {name: checkpoint.decode_array(value) for name, value in manifest["optimizer_state"].items()}
+            self._rule.load_state_dict(small)
         if manifest["state"] is not None and self.state is not None:
             self.state = checkpoint.decode_state(manifest["state"], self.state)
 
