@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 
 #include "host.h"
@@ -30,6 +31,10 @@ static inline vf v_sign(vf x) {
 
 static inline vf v_positive_or_zero(vf x, vf y) {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ), y);
+}
+
+static inline vf v_unless_infinite(vf x, vf y) {
+    return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(INFINITY), _CMP_NEQ_UQ), y);
 }
 
 /* 16-bit data are handled in 128-bit halves: no instruction here crosses lanes, which is slow on Zen 1, and no more

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f")
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 
 #include "host.h"
@@ -30,6 +31,10 @@ static inline vf v_sign(vf x) {
 
 static inline vf v_positive_or_zero(vf x, vf y) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), y);
+}
+
+static inline vf v_unless_infinite(vf x, vf y) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(INFINITY), _CMP_NEQ_UQ), y);
 }
 
 static inline __m512i load_u16(const uint16_t *p) {

@@ -51,6 +51,7 @@ static inline vf v_sign(vf x) {
 }
 
 static inline vf v_positive_or_zero(vf x, vf y) { return x > 0.0f ? y : 0.0f; }
+static inline vf v_unless_infinite(vf x, vf y) { return x != INFINITY ? y : 0.0f; }
 
 static inline vf v_load_bf16(const uint16_t *p) { return float_of((uint32_t)*p << 16); }
 
