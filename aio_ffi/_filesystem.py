@@ -45,12 +45,17 @@ def fs_type(path: str | os.PathLike[str]) -> str:
     except OSError:
         return "unknown"
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    found = "unknown"
+    real = os.path.realpath(path) + "/"
+    # A later mount hides an earlier one at the same place. Where no device fits (btrfs subvolumes), the place decides.
+    found = [("", "unknown")]
     for line in lines:
         fields = line.split()
+        place, kind = fields[4].rstrip("/") + "/", fields[fields.index("-") + 1]
         if fields[2] == wanted:
-            found = fields[fields.index("-") + 1]
-    return found
+            found.append(("/" * len(real), kind))
+        elif real.startswith(place):
+            found.append((place, kind))
+    return max(enumerate(found), key=lambda entry: (len(entry[1][0]), entry[0]))[1][1]
 
 
 def probe_direct(directory: str) -> DirectSupport:

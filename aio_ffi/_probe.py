@@ -12,7 +12,6 @@ from aio_ffi._errors import AioError
 from aio_ffi._filesystem import PROBE_PREFIX, DirectSupport, fs_type, no_direct, probe_direct
 from aio_ffi._options import EngineOptions
 
-
 MEMORY_FS = ("tmpfs", "ramfs")
 
 

@@ -26,13 +26,16 @@ EXACT = """
 import aio_ffi
 def resident():
     return sum(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(("RssAnon", "RssShmem")))
+def mapped():
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmSize"))
 aio_ffi.Arena(4096).touch()
-before, size = resident(), int(1.2 * (64 << 20))
+before, before_mapped, size = resident(), mapped(), int(1.2 * (64 << 20))
 arenas = [aio_ffi.Arena(size) for _ in range(5)]
 for arena in arenas: arena.touch()
 grown = resident() - before
 assert 5 * size <= grown + 4096 * 20, grown
 assert grown <= 1.05 * 5 * size, (grown, 5 * size)
+assert mapped() - before_mapped <= 1.05 * 5 * size, mapped() - before_mapped
 """
 
 

@@ -31,13 +31,15 @@ def test_reads_go_first(engine, arena, path):
 
 
 def test_pieces_spread_over_rings(make_engine, arena, path):
-    engine = make_engine(thread_count=3, queue_depth=32)
+    engine = make_engine(thread_count=3, queue_depth=8)
     _testing.start_trace(engine)
     with engine.open(path) as file:
         if not file.direct:
             pytest.skip(file.reason)
-        for _ in range(4):
-            engine.write(file, 0, fill(arena.array(0, 24 * BLOCK))).wait()
+        with _testing.closed_gate(engine, "submit"):
+            handle = engine.write(file, 0, fill(arena.array(0, 24 * BLOCK)))
+            _testing.wait_at_gate(engine, "submit", count=3)
+        handle.wait()
     assert {piece.worker for piece in _testing.trace(engine)} == {0, 1, 2}
 
 
