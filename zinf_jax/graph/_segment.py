@@ -7,6 +7,7 @@ and blocks that are larger than the limit, where the fewest bytes cross.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
@@ -47,8 +48,9 @@ def choose_cuts(steps: Steps, max_bytes: int, min_bytes: int) -> list[int]:
       min_bytes: Repeated blocks that are smaller are taken several at a time.
     """
     num_steps = len(steps.hashes)
-    cuts = _cut_range(steps, 0, num_steps, max_bytes, min_bytes)
-    return _join_bare(steps, sorted({cut for cut in cuts if 0 < cut < num_steps}))
+    cuts = {cut for cut in _cut_range(steps, 0, num_steps, max_bytes, min_bytes) if 0 < cut < num_steps}
+    cuts.update(_cut_oversized(steps, sorted(cuts), max_bytes))
+    return _join_bare(steps, sorted(cuts))
 
 
 def _cut_range(steps: Steps, start: int, stop: int, max_bytes: int, min_bytes: int) -> list[int]:
@@ -186,6 +188,15 @@ def _cut_freely(steps: Steps, start: int, stop: int, max_bytes: int) -> list[int
         cuts.append(places[j])
         j = previous[j]
     return cuts[::-1]
+
+
+def _cut_oversized(steps: Steps, cuts: list[int], max_bytes: int) -> list[int]:
+    """Cuts in units over the limit: blocks that look equal may read more: not all share pieces."""
+    more: list[int] = []
+    for start, stop in itertools.pairwise([0, *cuts, len(steps.hashes)]):
+        if steps.piece_bytes(start, stop) > max_bytes:
+            more += _cut_freely(steps, start, stop, max_bytes)
+    return more
 
 
 def _candidates(steps: Steps, start: int, stop: int) -> list[int]:
