@@ -4,6 +4,7 @@ from zinf_jax.optim import clipping, loss_scale
 from zinf_jax.optim.generic import GenericBoundRule, GenericRule, as_rule
 from zinf_jax.optim.kernels import Range, join_master, split_master, squared_norm, update
 from zinf_jax.optim.rules import BoundRule, Rule
+from zinf_jax.optim.streamed import StreamedState, streamed
 from zinf_jax.optim.transforms import FusedTransformation, adagrad, adam, adamw, lion, partition, sgd
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "GenericRule",
     "Range",
     "Rule",
+    "StreamedState",
     "adagrad",
     "adam",
     "adamw",
@@ -25,5 +27,6 @@ __all__ = [
     "sgd",
     "split_master",
     "squared_norm",
+    "streamed",
     "update",
 ]
