@@ -149,7 +149,7 @@ def print_table(records: list[dict], console: Console) -> None:
             f"{record['ours_gbps']:.2f}",
             "-" if ratio is None else f"{record['fio_gbps']:.2f}",
             *("-" if record[key] is None else f"{record[key]:.2f}" for key in ("ratio", "ratio_min", "ratio_max")),
-            "" if record["direction"] == "mixed" else f">= {GOAL}",
+            "" if record["direction"] == "mixed" else f"{GOAL}",
         )
     console.print(table)
 
