@@ -20,8 +20,9 @@ LAYERS = (
     ("zinf_jax",),  # the facade
     ("zinf_jax.cli",),
 )
-# The only reader of JAX's equations, for whoever must read one.
-SHARED_PRIVATE = {"zinf_jax.graph._jaxpr"}
+# The only reader of JAX's equations, and their structural equality: private to the project rather than to graph, since
+# an optimizer's update is analysed with the same means as a loss.
+SHARED_PRIVATE = {"zinf_jax.graph._jaxpr", "zinf_jax.graph._equal"}
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 FILES = sorted(p for package in ("aio_ffi", "zinf_jax") for p in (ROOT / package).rglob("*.py"))
 
