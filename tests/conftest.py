@@ -1,7 +1,7 @@
 """Makes `tests` a package at the repository root, so that every test can import `tests.reference`.
 
-Tests share one compilation cache: many of them stream the same model from different tiers, and compiling is most of what
-they would do otherwise.
+Tests share one compilation cache: many of them stream the same model from different tiers, and compiling is most of
+what they would do otherwise.
 """
 
 import os

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """What is paged: slice `index` of leaf `leaf` (0 for a leaf that is not stacked)."""
 
     leaf: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def classify(
     *,
     compute_dtype: Any = np.float32,
     trainable: Any = None,
-    specs: Any = None,
+    specs: Sequence[Sequence[Any]] | None = None,
 ) -> tuple[Leaf, ...]:
     """Classifies every leaf of a parameter tree.
 
@@ -124,7 +124,7 @@ def classify(
       params: Pytree of arrays or `ShapeDtypeStruct`s.
       compute_dtype: What floating leaves reach the loss function in.
       trainable: Pytree prefix of bools, or None for "every floating leaf".
-      specs: Pytree of `PartitionSpec`s like `params`, or None.
+      specs: The user's own partition spec of each leaf, in flattening order, or None.
 
     Returns:
       One `Leaf` per leaf, in flattening order; `stack_ndim` is 0 until the graph says otherwise.
@@ -132,12 +132,12 @@ def classify(
     Raises:
       ConfigError: complex leaves; a leaf that is marked trainable but is not floating; equal names.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
     if trainable is None:
         wanted: list[bool | None] = [None] * len(flat)
     else:
         wanted = jax.tree.leaves(jax.tree.broadcast(trainable, params))
-    flat_specs = [()] * len(flat) if specs is None else [tuple(s) for s in treedef.flatten_up_to(specs)]
+    flat_specs = [()] * len(flat) if specs is None else [tuple(spec) for spec in specs]
     leaves, seen = [], set()
     for index, ((path, value), want, spec) in enumerate(zip(flat, wanted, flat_specs, strict=True)):
         name = path_name(path) or f"leaf_{index}"

@@ -52,7 +52,9 @@ def make_plan(
     per_chunk = options.chunk_bytes // max(record_itemsize, 1)
     chunk_elements = options.chunk_elements or max(CHUNK_ELEMENTS, per_chunk // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
     itemsizes = (weights_itemsize, record_itemsize, gradient_itemsize)
-    build = _Builder(shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes, update_bytes)
+    build = _Builder(
+        shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes, update_bytes
+    )
     spilled = build.spilled(placement.residuals)
     plan = build.plan(floor_tiers(shape.pages, placement), spilled, hardware.host_memory)
     room = hardware.host_memory - plan.host_bytes

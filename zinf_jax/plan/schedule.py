@@ -158,7 +158,8 @@ def gradient_residencies(
 
     A gradient is written after its last contribution was retired, and has `max_in_flight` positions for it.
     """
-    wanted, spans = set(pages), {}
+    wanted = set(pages)
+    spans: dict[int, tuple[int, int]] = {}
     for position in positions:
         if position.phase is Phase.FORWARD:
             continue

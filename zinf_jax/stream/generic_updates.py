@@ -1,8 +1,8 @@
 """The update for optimizers without a fused kernel: optax's own, through XLA, on what streams by.
 
-Guarantees: as for `updates`; leaves whose update is elementwise are updated chunk by chunk, the others are gathered whole
-(all that are coupled at once), updated, and written back in a second pass over their pages. The optimizer's small state
-advances once, after all groups.
+Guarantees: as for `updates`; leaves whose update is elementwise are updated chunk by chunk, the others are gathered
+whole (all that are coupled at once), updated, and written back in a second pass over their pages. The optimizer's small
+state advances once, after all groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -193,7 +193,7 @@ class GenericUpdater:
         stream_chunks(chunks, self._io, scatter, gradients=False)
 
 
-def whole_bytes(rule: GenericBoundRule, leaves: Sequence[Leaf]) -> int:
+def whole_bytes(rule: Any, leaves: Sequence[Leaf]) -> int:
     """Host bytes that the largest group of leaves which are updated whole needs beside the frames."""
     return max(
         (

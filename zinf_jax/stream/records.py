@@ -43,9 +43,7 @@ class RecordFormat:
     def itemsize(self) -> int:
         return (self.master.itemsize if self.master else 0) + 4 * self.num_slots
 
-    def store_master(
-        self, master: np.ndarray, weights: np.ndarray, stored: np.ndarray | None, here: slice
-    ) -> None:
+    def store_master(self, master: np.ndarray, weights: np.ndarray, stored: np.ndarray | None, here: slice) -> None:
         """Writes an fp32 master to its weights and, at `here`, to what is stored beside them.
 
         The only roundings of weights: `split_master` for bf16, to nearest even (inf beyond the range) for fp16.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -297,7 +298,7 @@ def encode_rng(key: Any) -> dict[str, Any]:
 
 def decode_rng(value: Mapping[str, Any]) -> Any:
     data = decode_array(value)
-    return data if value["impl"] is None else jax.random.wrap_key_data(data, impl=value["impl"])
+    return data if value["impl"] is None else jax.random.wrap_key_data(jnp.asarray(data), impl=value["impl"])
 
 
 def encode_state(state: Any) -> list[Any]:
@@ -310,4 +311,4 @@ def decode_state(values: list[Any], like: Any) -> Any:
     flat, tree = jax.tree.flatten(like)
     if len(flat) != len(values):
         raise ResumeError(f"the checkpoint's state has {len(values)} leaves, this one has {len(flat)}")
-    return tree.unflatten([decode_rng(v) for v in values])
+    return jax.tree.unflatten(tree, [decode_rng(v) for v in values])

@@ -94,11 +94,11 @@ def classify_params(abstract: Any, config: Config) -> tuple[Leaf, ...]:
     """The leaf table, with the user's shardings where the arrays carry them, and the config's frozen patterns."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     trainable = (
-        treedef.unflatten([None if config.is_trainable(path_name(path)) else False for path, _ in flat])
+        jax.tree.unflatten(treedef, [None if config.is_trainable(path_name(path)) else False for path, _ in flat])
         if not _trains_all(config)
         else None
     )
-    specs = treedef.unflatten([_spec(leaf) for _, leaf in flat])
+    specs = [_spec(leaf) for _, leaf in flat]
     return classify(abstract, compute_dtype=config.compute_dtype, trainable=trainable, specs=specs)
 
 
@@ -106,17 +106,17 @@ def _trains_all(config: Config) -> bool:
     return config.trainable_patterns == (".*",) and not config.frozen_patterns
 
 
-def _spec(leaf: Any) -> jax.sharding.PartitionSpec:
+def _spec(leaf: Any) -> tuple[Any, ...]:
     """The partition spec that a leaf carries, without the fsdp axis (pages are split over it anyway)."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.PartitionSpec()
-    entries = []
+        return ()
+    entries: list[Any] = []
     for entry in sharding.spec:
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         kept = tuple(axis for axis in axes if axis != "fsdp")
         entries.append(kept[0] if len(kept) == 1 else kept or None)
-    return jax.sharding.PartitionSpec(*entries) if any(entries) else jax.sharding.PartitionSpec()
+    return tuple(entries) if any(entries) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def trace_loss(
     state_leaves = jax.tree.leaves(state) if signature.has_state else []
     outer = graph.outer_inputs
     results = tuple(jax.tree.leaves(parts.state)) if signature.has_state else ()
-    if signature.has_state and jax.tree.structure(parts.state) != jax.tree.structure(state):
+    if signature.has_state and str(jax.tree.structure(parts.state)) != str(jax.tree.structure(state)):
         raise ConfigError(
             f"loss_fn returned a state of structure {jax.tree.structure(parts.state)}, "
             f"but was given {jax.tree.structure(state)}"

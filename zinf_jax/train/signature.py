@@ -62,7 +62,8 @@ class LossSignature:
         Raises:
           ConfigError: it does not have the parts that were announced.
         """
-        loss, rest = output, None
+        loss: Any = output
+        rest: Any = None
         if self.has_state or self.has_aux:
             expected = (
                 "(loss, (new_state, aux))"
@@ -74,7 +75,7 @@ class LossSignature:
             loss, rest = output
         state, aux = None, rest
         if self.has_state:
-            state, aux = rest if self.has_aux else (rest, None)
+            state, aux = rest if self.has_aux and isinstance(rest, tuple) else (rest, None)
         weight = None
         if isinstance(loss, Weighted):
             loss, weight = loss

@@ -367,7 +367,7 @@ class Trainer:
             peak_host_bytes=engine.arena.num_bytes if resident else engine.arena.peak_leased_bytes,
             peak_device_bytes=engine.counters.peak_device_bytes,
             peak_rss_bytes=peak_rss_bytes(),
-            **{k: v for k, v in (self._last | self._totals).items() if k in known},
+            **{k: v for k, v in (self._last | self._totals).items() if k in known},  # type: ignore[arg-type]
         )
 
     # --- looking ------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Trainer:
         engine = self._ready()
         flat, treedef = jax.tree.flatten(self._abstract)
         values = [self._user_leaf(engine, leaf, value, master) for leaf, value in zip(self._leaves, flat, strict=True)]
-        return treedef.unflatten(values)
+        return jax.tree.unflatten(treedef, values)
 
     def _user_leaf(self, engine: StreamEngine, leaf: Leaf, value: Any, master: bool) -> Any:
         if leaf.kind is LeafKind.STATIC:
