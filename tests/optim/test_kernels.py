@@ -285,7 +285,8 @@ def test_calling_thread_keeps_its_float_mode() -> None:
 
 def test_several_python_threads_at_once() -> None:
     values = np.random.default_rng(5).standard_normal(1_000_000).astype(np.float32)
-    expected, found = kernels.squared_norm(values, num_threads=1), []
+    found: list[float] = []
+    expected = kernels.squared_norm(values, num_threads=1)
     threads = [
         threading.Thread(target=lambda: found.extend(kernels.squared_norm(values, num_threads=4) for _ in range(20)))
         for _ in range(4)

@@ -55,7 +55,12 @@ def test_follows_optax(name: str, place: str, tmp_path: Path) -> None:
 
 def test_places_give_the_same_bits(tmp_path: Path) -> None:
     results = []
-    for arguments in ({}, {"nvme_path": tmp_path, "chunk_elements": 1024}, {"nvme_path": tmp_path, "num_threads": 1}):
+    cases: list[dict[str, Any]] = [
+        {},
+        {"nvme_path": tmp_path, "chunk_elements": 1024},
+        {"nvme_path": tmp_path, "num_threads": 1},
+    ]
+    for arguments in cases:
         tx, params = optim.streamed(optim.lion(1e-3), **arguments), _params()
         state = tx.init(params)
         for number in range(2):
