@@ -83,9 +83,10 @@ class Core:
         if errors:
             raise errors[0]
 
-    def __del__(self) -> None:
-        if getattr(self, "engine", None) and self.closed and self.pid == os.getpid():
-            lib.zaio_engine_free(self.engine)
+    # Bound as defaults: when the interpreter ends, the module's own names are gone before the last engine is.
+    def __del__(self, _free: Any = lib.zaio_engine_free, _getpid: Any = os.getpid) -> None:
+        if getattr(self, "engine", None) and self.closed and self.pid == _getpid():
+            _free(self.engine)
 
 
 def _close(file: NativeFile) -> AioError | None:
