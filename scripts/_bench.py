@@ -31,6 +31,7 @@ from typing import Any
 Reply = dict[str, Any]
 GIB = 1 << 30
 SCRIPTS = Path(__file__).resolve().parent
+LOG_LINES = 12  # of a failed worker's log, in the error
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -212,16 +213,16 @@ class Worker:
         return reply
 
     def _failure(self, what: str) -> WorkerError:
-        tail = self._log_path.read_text(errors="replace").strip().splitlines()[-12:]
+        tail = self._log_path.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
         return WorkerError(f"worker {self.name!r}: {what}\n" + "\n".join(f"    | {line}" for line in tail))
 
-    def close(self) -> None:
-        """Lets the process end by itself (end of its input), then makes it."""
+    def close(self, grace_s: float = 60.0) -> None:
+        """Lets the process end by itself (end of its input) for a while, then makes it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(60)
+            self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
