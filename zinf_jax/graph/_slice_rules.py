@@ -206,6 +206,21 @@ def _concatenate(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     return None  # a range over more than one operand
 
 
+def _stack(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
+    axis = node.eqn.params["axis"]
+    along = next((entry for entry in sel if entry[0] == axis), None)
+    inner = tuple((dim - (dim > axis), start, size) for dim, start, size in sel if dim != axis)
+    if along is None:
+        inputs = []
+        for operand in node.inputs:
+            inputs.append((yield operand, inner))
+        shape, new_axis = sel_shape(node.outs[0].shape, sel), _renumber(axis, sel)
+        return _lax(writer, node, sel, inputs, lambda *xs: jnp.stack(xs, new_axis), (shape, new_axis))
+    if along[2] is not None:
+        return None
+    return (yield node.inputs[along[1]], inner)
+
+
 def _slice(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     params = node.eqn.params
     strides = params["strides"] or (1,) * len(params["start_indices"])
@@ -304,36 +319,29 @@ def _random_bits(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
         return None
     inner, own = tuple(e for e in sel if e[0] < batch), tuple((d - batch, s, n) for d, s, n in sel if d >= batch)
     shape = tuple(node.eqn.params["shape"])
-    if own and (len(sel_shape(keys.shape, inner)) or not _contiguous(own) or not node.eqn.ctx.threefry_partitionable):
+    if own and (sel_shape(keys.shape, inner) or not node.eqn.ctx.threefry_partitionable or math.prod(shape) > 1 << 32):
         return None
     key = yield keys, inner
     if not own:
         return _write(writer, node, position, sel, [key])
-    width, size = node.eqn.params["bit_width"], math.prod(sel_shape(shape, own))
-    stride, offset = math.prod(shape), 0
-    for dim, start, _ in own:
-        stride //= shape[dim]
-        offset += start * stride
-    if size >= 1 << 32 or size == 0:
-        return None
-    data = writer.emit("key_data", lambda k: [jax.random.key_data(k)], [key], [((2,), np.dtype("uint32"))])[0]
-    first = Known(np.asarray([offset >> 32, offset & 0xFFFFFFFF], np.uint32))
-    out_shape = sel_shape(shape, own)
-    bits = functools.partial(_threefry_part, size=size, width=width)
-    return _lax(writer, node, sel, [data, first], lambda k, f: bits(k, f).reshape(out_shape), (out_shape, width))
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(start * strides[dim] for dim, start, _ in own)
+    dropped = {dim for dim, _, size in own if size is None}
+    kept = tuple(stride for dim, stride in enumerate(strides) if dim not in dropped)
+    out_shape, width = sel_shape(shape, own), node.eqn.params["bit_width"]
+    data = writer.key_data(key, (2,))
+    bits = functools.partial(_threefry_part, shape=out_shape, strides=kept, width=width)
+    return _lax(writer, node, sel, [data, Known(np.uint32(first))], bits, (out_shape, kept, width))
 
 
-def _contiguous(sel: Sel) -> bool:
-    return [d for d, _, _ in sel] == list(range(len(sel))) and all(size is None for _, _, size in sel[:-1])
-
-
-def _threefry_part(key: jax.Array, first: jax.Array, *, size: int, width: int) -> jax.Array:
-    """Bits [first, first + size) of `random_bits` with partitionable threefry: the hash of a 64-bit counter."""
-    low = jax.lax.iota(np.uint32, size) + first[1]
-    high = first[0] + (low < first[1]).astype(np.uint32)
-    bits_high, bits_low = threefry2x32_p.bind(
-        jnp.broadcast_to(key[0], (size,)), jnp.broadcast_to(key[1], (size,)), high, low
-    )
+def _threefry_part(
+    key: jax.Array, first: jax.Array, *, shape: tuple[int, ...], strides: tuple[int, ...], width: int
+) -> jax.Array:
+    """Some of the bits of `random_bits` with partitionable threefry: hashes of an element's index in the whole."""
+    index = jnp.broadcast_to(first, shape)
+    for dim, stride in enumerate(strides):
+        index = index + jax.lax.broadcasted_iota(np.uint32, shape, dim) * np.uint32(stride)
+    bits_high, bits_low = threefry2x32_p.bind(key[0], key[1], jnp.zeros_like(index), index)
     if width == 64:
         return (bits_high.astype(np.uint64) << np.uint64(32)) | bits_low.astype(np.uint64)
     return (bits_high ^ bits_low).astype(f"uint{width}")
@@ -354,5 +362,6 @@ _RULES: dict[str, Rule] = {
     "scan": _slice_control.scan_rule,
     "slice": _slice,
     "squeeze": _squeeze,
+    "stack": _stack,
     "transpose": _transpose,
 }

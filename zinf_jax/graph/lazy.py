@@ -18,9 +18,11 @@ import numpy as np
 from zinf_jax.errors import InitError
 from zinf_jax.graph import _jaxpr
 from zinf_jax.graph._restrict import Shared, Writer, compile_program
-from zinf_jax.graph._values import Known, Missing, Ref, Sel, Value, flatten
+from zinf_jax.graph._values import Known, Missing, Ref, Sel, Value, flatten, num_bytes, sel_shape
 from zinf_jax.leaves import Leaf, LeafKind, Piece, is_array, is_key, path_name
 from zinf_jax.units import format_bytes
+
+_BLOCK_BYTES = 16 << 20  # results larger than this are made block by block where they can be
 
 
 class Initializer(Protocol):
@@ -175,6 +177,7 @@ class _LazyInitializer:
         self._flat = flat
         self._shared = Shared()
         self._programs: dict[Hashable, _Program] = {}
+        self._blockwise: dict[tuple[int, int], bool] = {}  # by leaf and number of selected dims
         self.warnings, self.whole_leaves = self._find_whole()
 
     def make(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
@@ -193,9 +196,7 @@ class _LazyInitializer:
                 continue
             if piece.leaf in self.whole_leaves:
                 whole.add(piece.leaf)
-            writer, value = self._write(leaf, self._sel(leaf, piece))
-            if writer.constant(value) is None:
-                peak = max(peak, held + self._program(leaf, writer, value)[0].held_bytes)
+            peak = max(peak, held + self._held(leaf, self._sel(leaf, piece)))
             held += self._bytes(leaf) if piece.leaf in whole else self._bytes(leaf) // leaf.num_pieces
         return max(peak, held)
 
@@ -236,8 +237,45 @@ class _LazyInitializer:
         constant = writer.constant(value)
         if constant is not None:
             return constant
-        program, operands = self._program(leaf, writer, value)
-        return np.asarray(program.compiled(*operands))
+        blocks = self._blocks(leaf, sel)
+        if not blocks:
+            program, operands = self._program(leaf, writer, value)
+            return np.asarray(program.compiled(*operands))
+        result = np.empty(value.shape, value.dtype)
+        for block in blocks:
+            _, start, size = block[-1]
+            program, operands = self._program(leaf, *self._write(leaf, block))
+            result[start : start + size] = program.compiled(*operands)
+        return result
+
+    def _held(self, leaf: Leaf, sel: Sel) -> int:
+        """Bytes alive while `_run` runs, its result included."""
+        writer, value = self._write(leaf, sel)
+        if writer.constant(value) is not None:
+            return num_bytes(value)
+        blocks = self._blocks(leaf, sel)
+        if not blocks:
+            return self._program(leaf, writer, value)[0].held_bytes
+        return num_bytes(value) + max(
+            self._program(leaf, *self._write(leaf, block))[0].held_bytes for block in (blocks[0], blocks[-1])
+        )
+
+    def _blocks(self, leaf: Leaf, sel: Sel) -> list[Sel]:
+        """The selections in which a large result is made block by block; none where it is made at once.
+
+        Random bits take three times the result beside it: an embedding of 1 GiB would need 4.
+        """
+        shape = sel_shape(leaf.shape, sel)
+        row_bytes = self._bytes(leaf) // max(1, math.prod(leaf.shape[: len(sel) + 1]))
+        rows = _BLOCK_BYTES // max(1, row_bytes)
+        if not shape or leaf.key_impl is not None or not 0 < rows < shape[0]:
+            return []
+        dim = len(sel)
+        blocks = [(*sel, (dim, start, min(rows, shape[0] - start))) for start in range(0, shape[0], rows)]
+        key = (leaf.index, dim)
+        if key not in self._blockwise:
+            self._blockwise[key] = self._write(leaf, blocks[0])[0].largest_indexed <= _BLOCK_BYTES
+        return blocks if self._blockwise[key] else []
 
     def _write(self, leaf: Leaf, sel: Sel) -> tuple[Writer, Value]:
         ref = self._refs[leaf.index]

@@ -141,9 +141,11 @@ class Contents:
                     out[piece.index] = value
         return out.reshape(leaf.shape)
 
-    def visit(self, see: Callable[[Page, Chunk, ChunkFrame], None], *, read: bool, write: bool) -> None:
-        """Calls `see` with the bytes of every chunk of every page, in order: reads them before, writes them after."""
-        for page in self._layout.pages:
+    def visit(
+        self, pages: Sequence[Page], see: Callable[[Page, Chunk, ChunkFrame], None], *, read: bool, write: bool
+    ) -> None:
+        """Calls `see` with the bytes of every chunk of some pages, in order: reads them before, writes them after."""
+        for page in pages:
 
             def one(chunk: Chunk, frame: ChunkFrame, page: Page = page) -> None:
                 see(page, chunk, frame)

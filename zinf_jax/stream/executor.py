@@ -11,6 +11,7 @@ Guarantees:
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +30,20 @@ from zinf_jax.stream.stats import Counters
 Key = tuple[ValueId, int]  # value, micro-batch
 
 
+def _device_bytes(array: Any) -> int:
+    """Over this process's devices."""
+    if not isinstance(array, jax.Array) or array.is_deleted():
+        return 0
+    shard = array.sharding.shard_shape(array.shape)
+    return math.prod(shard) * array.dtype.itemsize * len(array.sharding.addressable_devices)
+
+
 @dataclasses.dataclass
 class _InFlight:
     """A dispatched program: what to wait for, and what to do then."""
 
     outputs: Any
+    num_bytes: int
     retire: Callable[[], None]
 
 
@@ -141,10 +151,17 @@ class Executor:
                 self._forward(position, micro, executables, pages)
             else:
                 self._backward(position, micro, executables, pages)
+            self._note_memory()
         if position.index + 1 < len(self._plan.positions) and self._plan.options.lookahead:
             following = self._plan.positions[position.index + 1]
             for page in self._executables[following.unit].binding.pages:
                 self._pager.prepare(page)
+
+    def _note_memory(self) -> None:
+        """Device bytes now: the arrays that are held, and what the programs in flight need beside them."""
+        held = [*self._values.values(), *self._cotangents.values(), *jax.tree.leaves(list(self._totals.values()))]
+        num_bytes = sum(_device_bytes(x) for x in held) + sum(p.num_bytes for p in self._in_flight)
+        self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, num_bytes)
 
     def _release(self, position: int) -> None:
         """Frees all frames whose time ends here, before any is taken: the plan may give their place away at once."""
@@ -184,7 +201,7 @@ class Executor:
         operands = [self._operands[i] for i in unit.operands]
         outputs = executables.forward.call(pages, self._inputs(position, micro), operands)
         self._keep(unit.outputs, micro, outputs)
-        self._in_flight.append(_InFlight(outputs, lambda: self._retire(position, micro)))
+        self._in_flight.append(_InFlight(outputs, executables.forward.num_bytes, lambda: self._retire(position, micro)))
 
     def _backward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
         unit = self._graph.units[position.unit]
@@ -216,7 +233,11 @@ class Executor:
         if last:
             self._totals.pop(position.unit, None)
         self._in_flight.append(
-            _InFlight(waits, lambda: self._retire(position, micro, waits[0] if last and rows else ()))
+            _InFlight(
+                waits,
+                (executables.turn or executables.backward or executables.forward).num_bytes,
+                lambda: self._retire(position, micro, waits[0] if last and rows else ()),
+            )
         )
 
     def _take_cotangent(self, value: ValueId, micro: int) -> Any:

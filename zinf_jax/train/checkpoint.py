@@ -148,7 +148,9 @@ def find_latest(run_dir: pathlib.Path) -> Source | None:
     saved = [
         (m["step"], path)
         for path in (run_dir / CHECKPOINTS).glob("*")
-        if not path.name.startswith(".") and (m := read_manifest(path)) is not None
+        if not path.name.startswith(".")
+        and (m := read_manifest(path)) is not None
+        and (own is None or m["run_id"] == own["run_id"])
     ]
     if saved:
         return open_source(max(saved)[1], run_dir)
@@ -266,7 +268,12 @@ def _copy(
         if progress is not None and chunk.stop == page.num_elements:
             progress(page.index + 1, len(engine.layout.pages))
 
-    engine.contents.visit(see, read=to_store, write=not to_store)
+    pages = [
+        page
+        for page, tiers in zip(engine.layout.pages, engine.plan.tiers, strict=True)
+        if not own or tiers.weights != "nvme" or (page.trainable and tiers.optimizer != "nvme")
+    ]
+    engine.contents.visit(pages, see, read=to_store, write=not to_store)
 
 
 def delete_pages(content: Mapping[str, Any]) -> None:

@@ -120,8 +120,9 @@ class Trainer:
             self._source = self._find_source(manifest, resume, overwrite)
             stored = None if self._source is None else self._source.manifest
             in_place = self._source is not None and self._source.in_place
-            self._run_id = stored["run_id"] if stored and in_place else secrets.token_hex(6)
-            self._stored = stored
+            continues = stored is not None and manifest is not None and stored["run_id"] == manifest["run_id"]
+            self._run_id = stored["run_id"] if stored is not None and continues else secrets.token_hex(6)
+            self._in_use = False  # is the manifest's word "closed" wrong?
             if manifest is not None and not in_place:
                 checkpoint.delete_pages(manifest)
         except BaseException:
@@ -203,7 +204,8 @@ class Trainer:
             raise
         self._params = None  # the engine's pages are the only copy from here on
         self._evaluator = Evaluator(self._engine, self._abstract)
-        self._dir.write_manifest(self._manifest("open"))
+        if not in_place:  # a run that is only looked at stays closed
+            self._mark_in_use()
         self._finalizer.detach()
         self._finalizer = weakref.finalize(
             self, _clean, self._dir, self.run_dir, self._temporary, self._engine, directory
@@ -217,6 +219,12 @@ class Trainer:
         else:
             checkpoint.load(self._engine, self._source, lambda d, t: self._report("restore", d, t))
             self._restore_counters(self._source.manifest)
+
+    def _mark_in_use(self) -> None:
+        """From here on the pages change: a run that dies now cannot be resumed in place."""
+        if not self._in_use:
+            self._dir.write_manifest(self._manifest("open"))
+            self._in_use = True
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self._progress is not None:
@@ -305,6 +313,7 @@ class Trainer:
 
     def _update(self, gradient_scale: float) -> None:
         engine = self._ready()
+        self._mark_in_use()
         try:
             engine.updater.run(self._rule, self.global_step, gradient_scale)
         except BaseException as error:
@@ -453,7 +462,7 @@ class Trainer:
 
     def close(self) -> None:
         """Brings everything to rest: a run with a run_dir can be resumed in place, the files of others are removed."""
-        if self._engine is not None and self._broken is None and not self._temporary:
+        if self._engine is not None and self._broken is None and not self._temporary and self._in_use:
             checkpoint.bring_to_rest(self._engine)
             self._dir.write_manifest(self._manifest("closed"))
         self._finalizer()
