@@ -6,6 +6,7 @@ does not fit), then memory, then disk space, then parameters page by page.
 
 import dataclasses
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -235,6 +236,8 @@ class StreamEngine:
             gradient_itemsize=gradient_dtype.itemsize, base_rss_bytes=rss_bytes(), update_bytes=update_bytes,
         )  # fmt: skip
         self.arena = FrameArena(self.plan.arena_bytes, lock=options.lock)
+        if not topology.aliases and (reason := self.arena.register(topology.mesh.local_devices[0].client)):
+            warnings.warn(reason, stacklevel=2)
         self.offsets, sizes, sparse = _file_layout(self.plan)
         try:
             self.store = PageStore(directory, sizes, options.aio, reuse=reuse, sparse=sparse)

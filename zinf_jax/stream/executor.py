@@ -232,6 +232,9 @@ class Executor:
         waits = (self._totals.get(position.unit, ()), [self._cotangents[(v, micro)] for v in targets])
         if last:
             self._totals.pop(position.unit, None)
+        if last and not self._pager.aliases:
+            for array in waits[0]:
+                array.copy_to_host_async()  # on its own stream, while the next unit computes
         self._in_flight.append(
             _InFlight(
                 waits,

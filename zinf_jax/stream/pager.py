@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from zinf_jax.plan import Plan, Span
+from zinf_jax.plan import Plan, Span, Tier
 from zinf_jax.stream.stats import Counters
 from zinf_jax.tier import FrameArena, FrameSpan, Layout, Page, PageStore, PendingIO, Topology, put_rows
 
@@ -64,6 +64,11 @@ class Pager:
         self._handles: dict[int, jax.Array] = {}
         self._ends: dict[int, list[Span]] = {}
 
+    @property
+    def aliases(self) -> bool:
+        """Device arrays share the frames' memory: nothing is copied."""
+        return self._topology.aliases
+
     def begin(self, plan: Plan) -> None:
         """Starts the passes of a plan: nothing streamed is in a frame."""
         assert not self._spans, self._spans
@@ -77,6 +82,17 @@ class Pager:
         """Drops what ends at `position`."""
         for span in self._ends.pop(position, ()):
             self._drop(span)
+        if not self._topology.aliases:
+            self._drop_copies(position)
+
+    def _drop_copies(self, position: int) -> None:
+        """Frees device copies that neither a program in flight nor the next two read; device-tier pages stay."""
+        plan = self._plan
+        assert plan is not None
+        first, last = max(0, position - plan.options.max_in_flight + 1), min(position + 2, len(plan.positions))
+        needed = {page for p in plan.positions[first:last] for page in plan.shape.units[p.unit].pages}
+        for page in [p for p in self._handles if p not in needed and plan.tiers[p].weights is not Tier.DEVICE]:
+            del self._handles[page]
 
     def issue(self, position: int) -> None:
         """Issues the reads that start at `position`."""

@@ -11,6 +11,7 @@ Only the main thread leases and releases.
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class FrameArena:
     def __init__(self, num_bytes: int, *, lock: str | bool = "auto") -> None:
         self.num_bytes = ceil_to(max(num_bytes, FRAME_ALIGN), FRAME_ALIGN)
         self._arena = aio_ffi.Arena(self.num_bytes, lock=lock)
+        self._client: Any = None
         self._leases: dict[int, tuple[FrameSpan, str]] = {}
         self.leased_bytes = 0
         self.peak_leased_bytes = 0
@@ -45,6 +47,19 @@ class FrameArena:
     @property
     def locked(self) -> bool:
         return self._arena.locked
+
+    def register(self, client: Any) -> str | None:
+        """Registers the arena for DMA with an accelerator's client, so that copies run without staging.
+
+        Returns:
+          None, or why it could not be done: copies then go through the runtime's own staging buffers.
+        """
+        try:
+            client.dma_map(self._arena.address, self.num_bytes)
+        except (RuntimeError, AttributeError) as error:  # not every backend has it
+            return f"the arena is not registered for DMA: {error}"
+        self._client = client
+        return None
 
     def lease(self, span: FrameSpan, owner: str) -> np.ndarray:
         """Takes `span` for `owner`; returns its bytes as uint8[num_bytes].
@@ -77,5 +92,8 @@ class FrameArena:
     def close(self) -> None:
         """Gives the memory back: at once, or with the last array that still aliases a frame."""
         self._leases.clear()
+        if self._client is not None:
+            self._client.dma_unmap(self._arena.address)
+            self._client = None
         with contextlib.suppress(BufferError):
             self._arena.close()
