@@ -6,7 +6,7 @@ of programs between layers can be seen. Nothing is downloaded: transformers' mod
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -281,7 +281,7 @@ def linen_lstm() -> Model:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, ids: jax.Array) -> jax.Array:
-            x = nn.Embed(VOCAB, WIDTH)(ids)
+            x: Any = nn.Embed(VOCAB, WIDTH)(ids)
             x = nn.RNN(nn.LSTMCell(WIDTH))(x)
             x = nn.RNN(nn.GRUCell(WIDTH))(x)
             return nn.Dense(VOCAB)(x)
@@ -382,12 +382,14 @@ def nnx_scan() -> Model:
 def _nnx_model(net_class: Any, loss: Callable[[Any, Any], jax.Array], batch: Any) -> Model:
     from flax import nnx
 
-    graphdef, _, state = nnx.split(net_class(nnx.Rngs(0)), nnx.Param, ...)
+    parts: Any = nnx.split(net_class(nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, _, state = parts
 
     def loss_fn(params: Any, state: Any, batch: Any) -> Any:
         net = nnx.merge(graphdef, params, state, copy=True)  # variables may change at this trace level only
         value = loss(net, batch)
-        return value, nnx.split(net, nnx.Param, ...)[2]
+        new_parts: Any = nnx.split(net, nnx.Param, ...)
+        return value, new_parts[2]
 
     def init(key: jax.Array) -> Any:
         return nnx.split(net_class(nnx.Rngs(key)), nnx.Param, ...)[1]
@@ -609,7 +611,7 @@ def hf_t5() -> Model:
     from transformers import FlaxT5ForConditionalGeneration, T5Config
     from transformers.models.t5 import modeling_flax_t5
 
-    modeling_flax_t5.jnp = _OldNumpy()  # it calls clip(a_max=...), which JAX has removed
+    modeling_flax_t5.jnp = cast(Any, _OldNumpy())  # it calls clip(a_max=...), which JAX has removed
 
     config = T5Config(
         num_layers=2, num_decoder_layers=2, d_model=WIDTH, d_ff=32, d_kv=8, num_heads=2, vocab_size=VOCAB,
@@ -733,7 +735,7 @@ def _leaky_jvp(primals: Any, tangents: Any) -> Any:
 @model
 def custom_rules() -> Model:
     """Layers with equal forward passes and different custom rules."""
-    rules = [_clipped, _straight_through, _leaky, _clipped, _straight_through, _leaky]
+    rules: list[Any] = [_clipped, _straight_through, _leaky, _clipped, _straight_through, _leaky]
 
     def init(key: jax.Array) -> Any:
         return [
@@ -759,7 +761,7 @@ def control_flow() -> Model:
             f"layer_{k}": {"w": jax.random.normal(keys[k], (WIDTH, WIDTH)) / 4, "gate": jnp.ones(())} for k in range(4)
         }
 
-    def layer(params: Any, x: jax.Array, count: jax.Array) -> jax.Array:
+    def layer(params: Any, x: jax.Array, count: Any) -> jax.Array:
         h = x @ params["w"]
         h = jax.lax.cond(params["gate"] * h.sum() > 0, jnp.tanh, lambda v: params["gate"] * jnp.sin(v), h)
         h = jax.lax.fori_loop(0, 3, lambda i, v: v + jnp.tanh(v @ params["w"]) / (i + 2), h)

@@ -54,9 +54,7 @@ def leaf_gradient(graph: UnitGraph, gradients: dict[Any, Any], leaf: Leaf) -> np
 
 def numbers(tree: Any) -> list[np.ndarray]:
     leaves = jax.tree.leaves(tree)
-    return [
-        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves
-    ]
+    return [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
 
 
 @pytest.mark.parametrize("name", _NAMES)

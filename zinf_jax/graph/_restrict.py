@@ -32,6 +32,7 @@ from zinf_jax.graph._slice_rules import slice_rule, whole_rule
 from zinf_jax.graph._values import (
     Known,
     Missing,
+    Node,
     Part,
     Pull,
     Ref,
@@ -187,6 +188,17 @@ class Writer:
         if eqn.primitive.name == "broadcast_in_dim":
             self.note_fill(results[0], inputs)
         return results
+
+    def node(self, node: Node, position: int, sel: Sel, inputs: Sequence[Value]) -> Value:
+        """Writes a node's own equation on parts of its operands; all its outputs are cut alike."""
+        return self.equation(node.eqn, inputs, [sel_shape(out.shape, sel) for out in node.outs])[position]
+
+    def lax(self, node: Node, sel: Sel, inputs: Sequence[Value], function: Callable[..., Any], key: Hashable) -> Value:
+        """Writes a function that stands for a node's equation on parts of its operands."""
+        out = node.outs[0]
+        fold = is_exact(out.dtype) and node.name not in _DATA_PRIMITIVES
+        outputs = [(sel_shape(out.shape, sel), out.dtype)]
+        return self.emit(("lax", node.name, key), lambda *args: [function(*args)], inputs, outputs, fold=fold)[0]
 
     def key(self, eqn: Eqn) -> Hashable:
         return self._shared.keys.equation(eqn)

@@ -2,10 +2,9 @@
 
 A rule is a generator: it yields (value, selection) pairs, gets each one's written value sent back, and returns the
 written output, or None where the selection cannot be pushed through (the value is then made whole). Scans and
-conditionals are in `_slice_control`.
+conditionals are in `_slice_control`, random bits in `_slice_random`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import threefry2x32_p
 
 from zinf_jax.graph import _slice_control
-from zinf_jax.graph._values import Known, Node, Out, Pull, Sel, Value, is_exact, sel_shape
+from zinf_jax.graph._slice_random import leading_keys, random_bits
+from zinf_jax.graph._values import Known, Node, Out, Pull, Sel, is_exact, sel_shape
 
 if TYPE_CHECKING:
     from zinf_jax.graph._restrict import Writer
@@ -73,11 +72,6 @@ def slice_rule(writer: "Writer", ref: Out, sel: Sel) -> Pull:
     return None if rule is None else (yield from rule(writer, node, ref.position, sel))
 
 
-def _write(writer: "Writer", node: Node, position: int, sel: Sel, inputs: Sequence[Value]) -> Value:
-    """The node's own equation on parts of its operands; all its outputs are cut alike."""
-    return writer.equation(node.eqn, inputs, [sel_shape(out.shape, sel) for out in node.outs])[position]
-
-
 def _renumber(dim: int, sel: Sel) -> int:
     """Where a kept dim stands after a selection."""
     return dim - sum(1 for other, _, size in sel if size is None and other < dim)
@@ -103,7 +97,7 @@ def _elementwise(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     inputs = []
     for operand in node.inputs:
         inputs.append((yield operand, _operand_sel(operand.shape, shape, sel)))
-    return _write(writer, node, position, sel, inputs)
+    return writer.node(node, position, sel, inputs)
 
 
 def _identity(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
@@ -124,19 +118,9 @@ def _broadcast_in_dim(writer: "Writer", node: Node, position: int, sel: Sel) -> 
     value = yield operand, inner
     shape = sel_shape(node.outs[0].shape, sel)
     kept = tuple(_renumber(d, sel) for d in dims if d not in by_dim or by_dim[d][1] is not None)
-    result = _lax(writer, node, sel, [value], lambda x: jax.lax.broadcast_in_dim(x, shape, kept), (shape, kept))
+    result = writer.lax(node, sel, [value], lambda x: jax.lax.broadcast_in_dim(x, shape, kept), (shape, kept))
     writer.note_fill(result, [value])
     return result
-
-
-def _lax(
-    writer: "Writer", node: Node, sel: Sel, inputs: Sequence[Value], function: Callable[..., Any], key: Any
-) -> Value:
-    """Writes a `jax.lax` function that stands for the node's equation on parts of its operands."""
-    out = node.outs[0]
-    fold = is_exact(out.dtype) and node.name != "random_bits"
-    outputs = [(sel_shape(out.shape, sel), out.dtype)]
-    return writer.emit(("lax", node.name, key), lambda *args: [function(*args)], inputs, outputs, fold=fold)[0]
 
 
 def _reshape(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
@@ -149,7 +133,7 @@ def _reshape(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
         return None
     value = yield operand, inner
     new_shape = sel_shape(shape, sel)
-    return _lax(writer, node, sel, [value], lambda x: jax.lax.reshape(x, new_shape), new_shape)
+    return writer.lax(node, sel, [value], lambda x: jax.lax.reshape(x, new_shape), new_shape)
 
 
 def _reshape_sel(shape: Sequence[int], out_shape: Sequence[int], sel: Sel) -> Sel | None:
@@ -175,7 +159,7 @@ def _squeeze(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     kept = [d for d in range(len(operand.shape)) if d not in gone]
     value = yield operand, tuple((kept[dim], start, size) for dim, start, size in sel)
     shape = sel_shape(node.outs[0].shape, sel)
-    return _lax(writer, node, sel, [value], lambda x: jax.lax.reshape(x, shape), shape)
+    return writer.lax(node, sel, [value], lambda x: jax.lax.reshape(x, shape), shape)
 
 
 def _transpose(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
@@ -184,7 +168,7 @@ def _transpose(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     value = yield node.inputs[0], inner
     dropped = {dim for dim, _, size in sel if size is None}
     kept = tuple(_renumber(d, inner) for dim, d in enumerate(permutation) if dim not in dropped)
-    return _lax(writer, node, sel, [value], lambda x: jax.lax.transpose(x, kept), kept)
+    return writer.lax(node, sel, [value], lambda x: jax.lax.transpose(x, kept), kept)
 
 
 def _concatenate(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
@@ -195,7 +179,7 @@ def _concatenate(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
         for operand in node.inputs:
             inputs.append((yield operand, sel))
         new_axis = _renumber(axis, sel)
-        return _lax(writer, node, sel, inputs, lambda *xs: jax.lax.concatenate(xs, new_axis), new_axis)
+        return writer.lax(node, sel, inputs, lambda *xs: jax.lax.concatenate(xs, new_axis), new_axis)
     start, offset = along[1], 0
     stop = start + (1 if along[2] is None else along[2])
     for operand in node.inputs:
@@ -215,7 +199,7 @@ def _stack(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
         for operand in node.inputs:
             inputs.append((yield operand, inner))
         shape, new_axis = sel_shape(node.outs[0].shape, sel), _renumber(axis, sel)
-        return _lax(writer, node, sel, inputs, lambda *xs: jnp.stack(xs, new_axis), (shape, new_axis))
+        return writer.lax(node, sel, inputs, lambda *xs: jnp.stack(xs, new_axis), (shape, new_axis))
     if along[2] is not None:
         return None
     return (yield node.inputs[along[1]], inner)
@@ -246,7 +230,7 @@ def _rev(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     value = yield node.inputs[0], inner
     dropped = {dim for dim, _, size in sel if size is None}
     kept = tuple(_renumber(d, sel) for d in dims if d not in dropped)
-    return _lax(writer, node, sel, [value], lambda x: jax.lax.rev(x, kept), kept)
+    return writer.lax(node, sel, [value], lambda x: jax.lax.rev(x, kept), kept)
 
 
 def _iota(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
@@ -257,7 +241,7 @@ def _iota(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     along = next((entry for entry in sel if entry[0] == dim), (dim, 0, node.outs[0].shape[dim]))
     start = Known(np.asarray(along[1], dtype))
     if along[2] is None:
-        return _lax(writer, node, sel, [start], lambda first: jax.lax.broadcast(first, shape), (shape, "const"))
+        return writer.lax(node, sel, [start], lambda first: jax.lax.broadcast(first, shape), (shape, "const"))
     if not is_exact(dtype):
         return None
     axis = _renumber(dim, sel)
@@ -265,7 +249,7 @@ def _iota(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     def count(first: Any) -> Any:
         return jax.lax.broadcasted_iota(dtype, shape, axis) + first
 
-    return _lax(writer, node, sel, [start], count, (shape, axis))
+    return writer.lax(node, sel, [start], count, (shape, axis))
     yield  # a generator like the other rules
 
 
@@ -278,7 +262,7 @@ def _reduction(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     value = yield node.inputs[0], inner
     new_axes = tuple(_renumber(axis, inner) for axis in axes)
     primitive, params = node.eqn.primitive, {**node.eqn.params, "axes": new_axes}
-    return _lax(writer, node, sel, [value], lambda x: primitive.bind(x, **params), new_axes)
+    return writer.lax(node, sel, [value], lambda x: primitive.bind(x, **params), new_axes)
 
 
 def _matrices(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
@@ -289,74 +273,19 @@ def _matrices(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
     inputs = []
     for operand in node.inputs:
         inputs.append((yield operand, sel))
-    return _write(writer, node, position, sel, inputs)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Random bits.
-
-
-def _is_threefry(dtype: Any) -> bool:
-    # Other generators make bits of a batch of keys that differ from the bits of each key.
-    return str(dtype) == "key<fry>"
-
-
-def _leading_keys(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
-    """random_split, random_wrap, random_unwrap: dims of the keys come first."""
-    keys = min(len(node.inputs[0].shape), len(node.outs[0].shape))
-    impl = node.outs[0].dtype if node.name == "random_wrap" else node.inputs[0].dtype
-    if any(dim >= keys for dim, _, _ in sel) or not _is_threefry(impl):
-        return None
-    value = yield node.inputs[0], sel
-    return _write(writer, node, position, sel, [value])
-
-
-def _random_bits(writer: "Writer", node: Node, position: int, sel: Sel) -> Pull:
-    """Of a batch of keys: one key's bits. Of one key: the counters that the part has in the whole."""
-    keys = node.inputs[0]
-    batch = len(keys.shape)
-    if not _is_threefry(keys.dtype):
-        return None
-    inner, own = tuple(e for e in sel if e[0] < batch), tuple((d - batch, s, n) for d, s, n in sel if d >= batch)
-    shape = tuple(node.eqn.params["shape"])
-    if own and (sel_shape(keys.shape, inner) or not node.eqn.ctx.threefry_partitionable or math.prod(shape) > 1 << 32):
-        return None
-    key = yield keys, inner
-    if not own:
-        return _write(writer, node, position, sel, [key])
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(start * strides[dim] for dim, start, _ in own)
-    dropped = {dim for dim, _, size in own if size is None}
-    kept = tuple(stride for dim, stride in enumerate(strides) if dim not in dropped)
-    out_shape, width = sel_shape(shape, own), node.eqn.params["bit_width"]
-    data = writer.key_data(key, (2,))
-    bits = functools.partial(_threefry_part, shape=out_shape, strides=kept, width=width)
-    return _lax(writer, node, sel, [data, Known(np.uint32(first))], bits, (out_shape, kept, width))
-
-
-def _threefry_part(
-    key: jax.Array, first: jax.Array, *, shape: tuple[int, ...], strides: tuple[int, ...], width: int
-) -> jax.Array:
-    """Some of the bits of `random_bits` with partitionable threefry: hashes of an element's index in the whole."""
-    index = jnp.broadcast_to(first, shape)
-    for dim, stride in enumerate(strides):
-        index = index + jax.lax.broadcasted_iota(np.uint32, shape, dim) * np.uint32(stride)
-    bits_high, bits_low = threefry2x32_p.bind(key[0], key[1], jnp.zeros_like(index), index)
-    if width == 64:
-        return (bits_high.astype(np.uint64) << np.uint64(32)) | bits_low.astype(np.uint64)
-    return (bits_high ^ bits_low).astype(f"uint{width}")
+    return writer.node(node, position, sel, inputs)
 
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_IDENTITY, _identity),
-    **dict.fromkeys(("random_split", "random_wrap", "random_unwrap"), _leading_keys),
+    **dict.fromkeys(("random_split", "random_wrap", "random_unwrap"), leading_keys),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _reduction),
     **dict.fromkeys(("qr", "geqrf", "householder_product", "cholesky", "eigh", "lu"), _matrices),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "iota": _iota,
-    "random_bits": _random_bits,
+    "random_bits": random_bits,
     "reshape": _reshape,
     "rev": _rev,
     "scan": _slice_control.scan_rule,
