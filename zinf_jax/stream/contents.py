@@ -100,6 +100,23 @@ class Contents:
             for slot, value in zip(slots, self._init_slots(part.leaf.index, source), strict=False):
                 slot[here] = value
 
+    def reset_slots(self, page: Page, chunk: Chunk, frame: ChunkFrame) -> None:
+        """Makes the optimizer's slots of a trained chunk anew, from the weights and masters that are in the frame."""
+        weights = frame.weights.view(page.dtype)
+        masters, slots = self._record.split(frame.record)
+        for slot in slots:
+            slot[:] = 0
+        for part in ranges_of(page, self._layout.leaves, chunk.start, chunk.stop):
+            here = part.here
+            if masters is None:
+                source = weights[here]
+            elif page.dtype == kernels.BF16:
+                source = kernels.join_master(weights[here], masters[here])
+            else:
+                source = masters[here]
+            for slot, value in zip(slots, self._init_slots(part.leaf.index, source), strict=False):
+                slot[here] = value
+
     def pieces(self, page: Page, *, slot: int | None = None, master: bool = True) -> Iterator[tuple[Piece, np.ndarray]]:
         """Values of a page's pieces, as arrays of `Leaf.piece_shape`.
 

@@ -195,56 +195,72 @@ def available_host_bytes() -> int:
     return available
 
 
-class StreamEngine:
-    """Owns the arena, the store and everything that moves bytes between them for one run.
+@dataclasses.dataclass(frozen=True)
+class StepSetup:
+    """Everything about a training step that is known before memory or disk is touched.
 
-    Args:
+    Attributes:
       program: The training step.
       layout: The pages.
       topology: The mesh.
       record: How optimizer state is stored.
       gradient_dtype: The same on every tier.
       options: Budgets and sizes.
-      init_slots: Initial values of the optimizer's slots.
       fused: The optimizer has a host kernel.
       update_bytes: Host memory that the update needs beside its frames.
+    """
+
+    program: StepProgram
+    layout: Layout
+    topology: Topology
+    record: RecordFormat
+    gradient_dtype: np.dtype
+    options: EngineOptions
+    fused: bool = True
+    update_bytes: int = 0
+
+    def plan(self) -> Plan:
+        """Raises PlanError: the budgets are too small."""
+        options = self.options
+        return make_plan(
+            self.program.shape, hardware_of(self.topology, options), options.placement, options.stream,
+            weights_itemsize=max((p.dtype.itemsize for p in self.layout.pages if p.trainable), default=4),
+            record_itemsize=self.record.itemsize, gradient_itemsize=self.gradient_dtype.itemsize,
+            base_rss_bytes=rss_bytes(), update_bytes=self.update_bytes,
+        )  # fmt: skip
+
+
+class StreamEngine:
+    """Owns the arena, the store and everything that moves bytes between them for one run.
+
+    Args:
+      setup: The step.
+      init_slots: Initial values of the optimizer's slots.
       directory: For the files of the NVMe tier.
       reuse: The files are there already and hold the state.
+
+    Raises:
+      PlanError: the budgets are too small.
+      StoreError: the disk is too small.
     """
 
     def __init__(
-        self,
-        program: StepProgram,
-        layout: Layout,
-        topology: Topology,
-        record: RecordFormat,
-        gradient_dtype: np.dtype,
-        options: EngineOptions,
-        init_slots: InitSlots,
-        directory: pathlib.Path,
-        *,
-        fused: bool = True,
-        update_bytes: int = 0,
-        reuse: bool = False,
+        self, setup: StepSetup, init_slots: InitSlots, directory: pathlib.Path, *, reuse: bool = False
     ) -> None:
-        self.program, self.layout, self.topology, self.record = program, layout, topology, record
-        self.options = options
+        self.program, self.layout, self.topology = setup.program, setup.layout, setup.topology
+        self.record, self.options = setup.record, setup.options
         self.counters = Counters()
-        self.plan = make_plan(
-            program.shape, hardware_of(topology, options), options.placement, options.stream,
-            weights_itemsize=_trained_itemsize(layout), record_itemsize=record.itemsize,
-            gradient_itemsize=gradient_dtype.itemsize, base_rss_bytes=rss_bytes(), update_bytes=update_bytes,
-        )  # fmt: skip
-        self.arena = FrameArena(self.plan.arena_bytes, lock=options.lock)
-        if not topology.aliases and (reason := self.arena.register(topology.mesh.local_devices[0].client)):
+        self.plan = setup.plan()
+        self.arena = FrameArena(self.plan.arena_bytes, lock=self.options.lock)
+        if not self.topology.aliases and (reason := self.arena.register(self.topology.mesh.local_devices[0].client)):
             warnings.warn(reason, stacklevel=2)
         self.offsets, sizes, sparse = _file_layout(self.plan)
         try:
-            self.store = PageStore(directory, sizes, options.aio, reuse=reuse, sparse=sparse)
+            self.store = PageStore(directory, sizes, self.options.aio, reuse=reuse, sparse=sparse)
         except BaseException:
             self.arena.close()
             raise
-        self._wire(gradient_dtype, init_slots, fused)
+        self._wire(setup.gradient_dtype, init_slots, setup.fused)
 
     def _wire(self, gradient_dtype: np.dtype, init_slots: InitSlots, fused: bool) -> None:
         plan, layout, program = self.plan, self.layout, self.program
@@ -291,10 +307,6 @@ def device_operands(graph: UnitGraph, topology: Topology) -> list[Any]:
     return [jax.device_put(operand, topology.replicated) for operand in graph.operands]
 
 
-def _trained_itemsize(layout: Layout) -> int:
-    return max((page.dtype.itemsize for page in layout.pages if page.trainable), default=4)
-
-
 def _file_layout(plan: Plan) -> tuple[dict[str, dict[int, int]], dict[str, int], frozenset[str]]:
     """Offsets of pages per kind, file sizes, and which files only grow (kinds of which no page lives on NVMe)."""
     offsets: dict[str, dict[int, int]] = {}
@@ -321,6 +333,7 @@ def _file_layout(plan: Plan) -> tuple[dict[str, dict[int, int]], dict[str, int],
 __all__ = [
     "EngineOptions",
     "StepProgram",
+    "StepSetup",
     "StreamEngine",
     "available_host_bytes",
     "hardware_of",

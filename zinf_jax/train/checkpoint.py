@@ -30,10 +30,12 @@ from zinf_jax.errors import ConfigError, ResumeError
 from zinf_jax.optim import kernels
 from zinf_jax.plan import Chunk
 from zinf_jax.stream.chunks import OPTIMIZER, ChunkFrame
-from zinf_jax.stream.engine import StreamEngine
+from zinf_jax.stream.engine import SECTOR, StreamEngine
 from zinf_jax.stream.pager import WEIGHTS
+from zinf_jax.stream.records import RecordFormat
 from zinf_jax.tier import Page, PageStore, Topology
 from zinf_jax.train.rundir import read_manifest, sync_directory, write_json
+from zinf_jax.units import ceil_to
 
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
@@ -107,8 +109,12 @@ class Source:
     def directory(self) -> pathlib.Path:
         return pathlib.Path(self.manifest["directory"]) if self.in_place else self.path
 
-    def check(self, weights_dtype: Any, slots: Sequence[str], topology: Topology) -> None:
+    def check(self, weights_dtype: Any, slots: Sequence[str], topology: Topology, *, weights_only: bool) -> None:
         """Can this run go on from here? Warns where the environment differs in what bits depend on.
+
+        Args:
+          weights_dtype, slots, topology: This run's.
+          weights_only: Only weights and masters are taken, so the optimizer may be another.
 
         Raises:
           ResumeError: another precision, other optimizer state, or pages split for another mesh.
@@ -118,10 +124,11 @@ class Source:
                 f"{self.path} holds {self.manifest['weights_dtype']} weights, this config trains in {weights_dtype}: "
                 "use the same bf16/fp16 section"
             )
-        if self.manifest["slots"] != list(slots):
+        if self.manifest["slots"] != list(slots) and (self.in_place or not weights_only):
+            advice = "restore into another run_dir" if weights_only else "use the same optimizer, or restore: weights"
             raise ResumeError(
                 f"{self.path} holds optimizer state {self.manifest['slots']}, this optimizer keeps {list(slots)}: "
-                "use the same optimizer"
+                + advice
             )
         layout = self.manifest["layout"]
         ranks = {page["shape"][1] for page in layout["pages"]}
@@ -211,15 +218,28 @@ def save(engine: StreamEngine, path: pathlib.Path, content: dict[str, Any]) -> p
     return path
 
 
-def load(engine: StreamEngine, source: Source, progress: Callable[[int, int], None] | None = None) -> None:
+def load(
+    engine: StreamEngine,
+    source: Source,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    weights_only: bool = False,
+) -> None:
     """Brings a checkpoint's bytes into the run's tiers.
+
+    Args:
+      engine: To fill.
+      source: A checkpoint, or the run's own files.
+      progress: Called with (pages done, pages).
+      weights_only: Take weights and masters alone and make the optimizer's state anew.
 
     Raises:
       ResumeError: its files are of other sizes.
       StoreError: a file is cut short or unreadable.
     """
     content = source.manifest
-    if content["files"] != {kind: engine.store.sizes[kind] for kind in (WEIGHTS, OPTIMIZER)}:
+    compared = (WEIGHTS,) if weights_only else (WEIGHTS, OPTIMIZER)
+    if any(content["files"][kind] != engine.store.sizes[kind] for kind in compared):
         raise ResumeError(
             f"{source.path} holds pages of other sizes ({content['files']}) than this run: the model or mesh differs"
         )
@@ -228,10 +248,42 @@ def load(engine: StreamEngine, source: Source, progress: Callable[[int, int], No
     else:
         store = PageStore(source.directory, content["files"], engine.options.aio, reuse=True)
     try:
-        _copy(engine, store, to_store=False, progress=progress)
+        if weights_only:
+            _load_weights(engine, store, len(content["slots"]), progress)
+        else:
+            _copy(engine, store, to_store=False, progress=progress)
     finally:
         if not source.in_place:
             store.close()
+
+
+def _load_weights(
+    engine: StreamEngine, store: PageStore, num_slots: int, progress: Callable[[int, int], None] | None
+) -> None:
+    """Weights and masters from a store whose records have `num_slots` slots. A master stands first in its record, so
+    what else is in there is not even read."""
+    record = engine.record
+    stored = RecordFormat.of(record.weights, num_slots)
+    offset, records = 0, []
+    for page in engine.layout.pages:
+        records.append(offset)
+        offset += ceil_to(page.num_elements * stored.itemsize if page.trainable else 0, SECTOR)
+
+    def see(page: Page, chunk: Chunk, frame: ChunkFrame) -> None:
+        pending = [store.read(WEIGHTS, engine.offsets[WEIGHTS][page.index] + chunk.start * page.dtype.itemsize,
+                              frame.weights, page.name)]  # fmt: skip
+        if page.trainable and stored.master is not None:
+            master = frame.record[: (chunk.stop - chunk.start) * stored.master.itemsize]
+            at = records[page.index] + chunk.start * stored.itemsize
+            pending.append(store.read(OPTIMIZER, at, master, page.name))
+        for transfer in pending:
+            transfer.wait()
+        if page.trainable:
+            engine.contents.reset_slots(page, chunk, frame)
+        if progress is not None and chunk.stop == page.num_elements:
+            progress(page.index + 1, len(engine.layout.pages))
+
+    engine.contents.visit(see, read=False, write=True)
 
 
 def bring_to_rest(engine: StreamEngine) -> None:

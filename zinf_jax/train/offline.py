@@ -13,9 +13,7 @@ from zinf_jax import config as config_module
 from zinf_jax.config import Config
 from zinf_jax.errors import ConfigError, ResumeError
 from zinf_jax.models import ModelSpec
-from zinf_jax.plan import Plan, make_plan
-from zinf_jax.stream.engine import hardware_of
-from zinf_jax.stream.stats import rss_bytes
+from zinf_jax.plan import Plan
 from zinf_jax.train import checkpoint, setup
 from zinf_jax.train.data import Data
 from zinf_jax.train.recipe import (
@@ -42,25 +40,12 @@ def plan(config: Config) -> Plan:
     spec = build_model(config)
     topology = setup.make_topology(config, None)
     abstract = jax.eval_shape(spec.init_fn, jax.random.key(config.seed))
-    leaves = setup.classify_params(abstract, config)
-    options = setup.engine_options(config)
-    batch = _abstract_batch(config, spec)
-    batching = setup.Batching.of(batch, config, topology)
-    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batching.micro_size, *x.shape[1:]), x.dtype), batch)
-    traced = setup.trace_loss(
-        spec.loss_fn, LossSignature.of(spec.loss_fn, has_state=False, has_aux=False), abstract, leaves, None, micro,
-        jax.random.key(config.seed), topology, options.max_unit_bytes,
-    )  # fmt: skip
-    optimizer: Any = config_module.build_optimizer(config)
-    rule = optimizer.rule.bind(traced.graph.leaves, abstract)
-    program, layout, record, gradient_dtype = setup.build_program(
-        traced, config, topology, batching, len(rule.slots), options, None
-    )
-    return make_plan(
-        program.shape, hardware_of(topology, options), options.placement, options.stream,
-        weights_itemsize=max((page.dtype.itemsize for page in layout.pages if page.trainable), default=4),
-        record_itemsize=record.itemsize, gradient_itemsize=gradient_dtype.itemsize, base_rss_bytes=rss_bytes(),
-    )  # fmt: skip
+    signature = LossSignature.of(spec.loss_fn, has_state=False, has_aux=False)
+    optimizer = config_module.build_optimizer(config)
+    batch, rng = _abstract_batch(config, spec), jax.random.key(config.seed)
+    return setup.build_step(
+        spec.loss_fn, signature, abstract, config, topology, optimizer, batch, rng=rng
+    ).setup.plan()  # fmt: skip
 
 
 def _abstract_batch(config: Config, spec: ModelSpec) -> Any:

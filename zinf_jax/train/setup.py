@@ -14,10 +14,12 @@ from zinf_jax.config import Config
 from zinf_jax.errors import ConfigError
 from zinf_jax.graph import cut_function
 from zinf_jax.graph.types import UnitGraph, ValueId
-from zinf_jax.leaves import Leaf, classify, path_name
+from zinf_jax.leaves import Leaf, LeafKind, classify, path_name
+from zinf_jax.optim.generic import as_rule
 from zinf_jax.plan import PlacementOptions, StreamOptions, Tier
 from zinf_jax.stream.contents import InitSlots
-from zinf_jax.stream.engine import EngineOptions, StepProgram, make_layout, step_program
+from zinf_jax.stream.engine import EngineOptions, StepSetup, make_layout, step_program
+from zinf_jax.stream.generic_updates import whole_bytes
 from zinf_jax.stream.records import RecordFormat
 from zinf_jax.tier import Layout, LayoutOptions, Partitioning, Topology
 from zinf_jax.train.signature import LossSignature, Parts
@@ -231,34 +233,74 @@ def group_sizes(traced: Traced, num_micro: int, per_group: int) -> tuple[int, ..
     return (per_group,) * full + ((rest,) if rest else ())
 
 
-def build_program(
-    traced: Traced,
+@dataclasses.dataclass(frozen=True)
+class BuiltStep:
+    """A training step, ready to be given memory and disk."""
+
+    batching: Batching
+    traced: Traced
+    rule: Any
+    setup: StepSetup
+
+
+def build_step(
+    loss_fn: Callable[..., Any],
+    signature: LossSignature,
+    abstract: Any,
     config: Config,
     topology: Topology,
-    batching: Batching,
-    num_slots: int,
-    options: EngineOptions,
-    stored_layout: Mapping[str, Any] | None,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[StepProgram, Layout, RecordFormat, np.dtype]:
-    """Lays out the pages and compiles the units."""
-    graph = traced.graph
-    layout = (
-        make_layout(graph, topology, options.layout)
-        if stored_layout is None
-        else Layout.from_json(graph.leaves, stored_layout)
+    optimizer: Any,
+    batch: Any,
+    *,
+    state: Any = None,
+    rng: Any = None,
+    check: Callable[[Any], Mapping[str, Any] | None] = lambda rule: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> BuiltStep:
+    """Traces, cuts, lays out and compiles a training step for batches like `batch`.
+
+    Args:
+      loss_fn, signature, abstract, config, topology, optimizer, state, rng: The run.
+      batch: Arrays or abstract values.
+      check: Called with the bound optimizer before anything is compiled; returns the manifest to resume from, if any.
+      progress: Called with (what, done, total).
+
+    Raises:
+      ConfigError, CutError: it cannot work.
+    """
+    options = engine_options(config)
+    batching = Batching.of(batch, config, topology)
+    micro = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batching.micro_size, *x.shape[1:]), x.dtype), abstract_of(batch)
     )
-    record = RecordFormat.of(config.compute_dtype, num_slots)
+    progress("trace", 0, 1)
+    leaves = classify_params(abstract, config)
+    traced = trace_loss(
+        loss_fn, signature, abstract, leaves, state, micro, rng, topology, options.max_unit_bytes
+    )  # fmt: skip
+    leaves = traced.graph.leaves
+    if not any(leaf.kind is LeafKind.TRAINABLE for leaf in leaves):
+        raise ConfigError("no parameter is trainable: check trainable_patterns and frozen_patterns")
+    rule: Any = as_rule(optimizer).bind(leaves, abstract)
+    stored = check(rule)
+    if stored is None:
+        layout = make_layout(traced.graph, topology, options.layout)
+    else:
+        layout = Layout.from_json(leaves, stored["layout"])
+        options = with_chunk_elements(options, stored["chunk_elements"])
+    record = RecordFormat.of(config.compute_dtype, len(rule.slots))
     gradient_dtype = config.resolve_gradient_dtype(batching.num_micro)
     program = step_program(
-        graph, layout, topology, record,
+        traced.graph, layout, topology, record,
         gradient_dtype=gradient_dtype, outer_shardings=traced.outer_shardings,
         group_sizes=group_sizes(traced, batching.num_micro, options.stream.micro_batches_per_group),
         weight_value=traced.parts.weight,
         state_values=tuple(zip(traced.state_inputs, traced.state_results, strict=True)),
-        progress=progress,
+        progress=lambda done, total: progress("compile", done, total),
     )  # fmt: skip
-    return program, layout, record, gradient_dtype
+    update_bytes = 0 if rule.fused else whole_bytes(rule, leaves)
+    setup = StepSetup(program, layout, topology, record, gradient_dtype, options, rule.fused, update_bytes)
+    return BuiltStep(batching, traced, rule, setup)
 
 
 def pages_directory(config: Config, run_dir: pathlib.Path, run_id: str) -> pathlib.Path:

@@ -25,10 +25,8 @@ from zinf_jax.errors import ConfigError, NonFiniteError, ResumeError, ZinfError
 from zinf_jax.graph.lazy import Lazy, initializer
 from zinf_jax.leaves import Leaf, LeafKind
 from zinf_jax.optim import clipping, loss_scale
-from zinf_jax.optim.generic import as_rule
 from zinf_jax.plan import Plan
 from zinf_jax.stream.engine import StreamEngine
-from zinf_jax.stream.generic_updates import whole_bytes
 from zinf_jax.stream.stats import Stats, peak_rss_bytes
 from zinf_jax.tier import Layout
 from zinf_jax.train import checkpoint, setup
@@ -88,7 +86,6 @@ class Trainer:
         self._topology = setup.make_topology(self.config, mesh)
         self._abstract = params.abstract if isinstance(params, Lazy) else params
         self._leaves = setup.classify_params(self._abstract, self.config)
-        self._options = setup.engine_options(self.config)
         self._rng = jax.random.key(self.config.seed) if rng is None else rng
         self._progress = progress
         self.state = state
@@ -107,6 +104,8 @@ class Trainer:
     # --- the run directory -------------------------------------------------------------------------------------
 
     def _open_directory(self, run_dir: Any, resume: Any, overwrite: bool) -> None:
+        # "auto" goes on with what this very run did, whatever it once started from.
+        self._weights_only = self.config.restore == "weights" and resume != "auto"
         self._temporary = run_dir is None
         if self._temporary:
             base = self.config.nvme_path[0] if self.config.nvme_path else None
@@ -158,44 +157,19 @@ class Trainer:
         """
         if self._engine is not None:
             return self
-        batching = setup.Batching.of(batch, self.config, self._topology)
-        self._batching = batching
-        micro = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((batching.micro_size, *np.shape(x)[1:]), x.dtype), setup.abstract_of(batch)
-        )
-        self._report("trace", 0, 1)
-        self._traced = setup.trace_loss(
-            self._loss_fn, self._signature, self._abstract, self._leaves, self.state, micro, self._rng,
-            self._topology, self._options.max_unit_bytes,
+        built = setup.build_step(
+            self._loss_fn, self._signature, self._abstract, self.config, self._topology, self._optimizer, batch,
+            state=self.state, rng=self._rng, check=self._check_source, progress=self._report,
         )  # fmt: skip
-        self._leaves = self._traced.graph.leaves
-        for text in self._traced.graph.warnings:
+        self._batching, self._traced, self._rule = built.batching, built.traced, built.rule
+        self._leaves = built.setup.layout.leaves
+        self._make = initializer(self._params, self._leaves)
+        for text in (*self._traced.graph.warnings, *self._make.warnings):
             warnings.warn(text, stacklevel=2)
-        trained = [leaf for leaf in self._leaves if leaf.kind is LeafKind.TRAINABLE]
-        if not trained:
-            raise ConfigError("no parameter is trainable: check trainable_patterns and frozen_patterns")
-        self._rule: Any = as_rule(self._optimizer).bind(self._leaves, self._abstract)
-        stored_layout, options = None, self._options
-        if self._source is not None:
-            self._source.check(self.config.compute_dtype, self._rule.slots, self._topology)
-            stored_layout = self._source.manifest["layout"]
-            options = setup.with_chunk_elements(options, self._source.manifest["chunk_elements"])
-        program, layout, record, gradient_dtype = setup.build_program(
-            self._traced, self.config, self._topology, batching, len(self._rule.slots), options, stored_layout,
-            lambda done, total: self._report("compile", done, total),
-        )  # fmt: skip
         in_place = self._source is not None and self._source.in_place
         directory = setup.pages_directory(self.config, self.run_dir, self._run_id)
-        self._make = initializer(self._params, self._leaves)
-        for text in self._make.warnings:
-            warnings.warn(text, stacklevel=2)
-        init_slots, update_bytes = setup.slot_initialiser(self._rule), 0
-        if not self._rule.fused:
-            update_bytes = whole_bytes(self._rule, self._leaves)
-        self._engine = StreamEngine(
-            program, layout, self._topology, record, gradient_dtype, options, init_slots, directory,
-            reuse=in_place, fused=self._rule.fused, update_bytes=update_bytes,
-        )  # fmt: skip
+        init_slots = setup.slot_initialiser(self._rule)
+        self._engine = StreamEngine(built.setup, init_slots, directory, reuse=in_place)
         try:
             self._fill(in_place)
         except BaseException:
@@ -212,12 +186,22 @@ class Trainer:
         )
         return self
 
+    def _check_source(self, rule: Any) -> dict[str, Any] | None:
+        """The manifest to resume from, if any, once it is known to fit."""
+        if self._source is None:
+            return None
+        self._source.check(self.config.compute_dtype, rule.slots, self._topology)
+        return self._source.manifest
+
     def _fill(self, in_place: bool) -> None:
         assert self._engine is not None
         if self._source is None:
             self._engine.contents.initialise(self._make, lambda d, t: self._report("initialise", d, t))
         else:
-            checkpoint.load(self._engine, self._source, lambda d, t: self._report("restore", d, t))
+            checkpoint.load(
+                self._engine, self._source, lambda d, t: self._report("restore", d, t),
+                weights_only=self._weights_only,
+            )  # fmt: skip
             self._restore_counters(self._source.manifest)
 
     def _mark_in_use(self) -> None:
@@ -436,7 +420,7 @@ class Trainer:
         )  # fmt: skip
 
     def _restore_counters(self, manifest: dict[str, Any]) -> None:
-        if self.config.restore == "weights":
+        if self._weights_only:
             return
         self.global_step = manifest["step"]
         self.num_skipped = manifest["num_skipped"]
