@@ -45,6 +45,8 @@ class Differentials:
             return tuple(frozenset(position + 1 for position in deps) for deps in merged)
         if _jaxpr.is_custom(eqn):
             return self._custom(eqn)
+        if eqn.primitive.name == "optimization_barrier":  # its tangents go through one barrier, but stay apart
+            return tuple(frozenset((i,)) if _jaxpr.is_floating(a) else frozenset() for i, a in enumerate(eqn.invars))
         body = _jaxpr.inlined_body(eqn)
         return self.block(body) if body is not None else self._primitive(eqn)
 

@@ -154,7 +154,7 @@ class Keys:
             return _Identity(fn)
 
     def _object(self, value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and type(value).__hash__ in (None, object.__hash__):
+        if dataclasses.is_dataclass(value):  # its own equality may be that of a function in it
             fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
             return (type(value), self._freeze(fields))
         try:
