@@ -123,7 +123,7 @@ def classify(
     Args:
       params: Pytree of arrays or `ShapeDtypeStruct`s.
       compute_dtype: What floating leaves reach the loss function in.
-      trainable: Pytree prefix of bools, or None for "every floating leaf".
+      trainable: Pytree prefix of bools (None in it: trainable if floating), or None for "every floating leaf".
       specs: The user's own partition spec of each leaf, in flattening order, or None.
 
     Returns:
@@ -136,7 +136,7 @@ def classify(
     if trainable is None:
         wanted: list[bool | None] = [None] * len(flat)
     else:
-        wanted = jax.tree.leaves(jax.tree.broadcast(trainable, params))
+        wanted = _spread(trainable, params)
     flat_specs = [()] * len(flat) if specs is None else [tuple(spec) for spec in specs]
     leaves, seen = [], set()
     for index, ((path, value), want, spec) in enumerate(zip(flat, wanted, flat_specs, strict=True)):
@@ -146,6 +146,14 @@ def classify(
         seen.add(name)
         leaves.append(_classify_one(index, name, value, np.dtype(compute_dtype), want, spec))
     return tuple(leaves)
+
+
+def _spread(prefix: Any, tree: Any) -> list[bool | None]:
+    """The values of a pytree prefix, one per leaf of the tree; None is a value."""
+    repeated = jax.tree.map(
+        lambda value, below: [value] * len(jax.tree.leaves(below)), prefix, tree, is_leaf=lambda x: x is None
+    )
+    return jax.tree.leaves(repeated, is_leaf=lambda x: x is None)
 
 
 def _classify_one(

@@ -295,8 +295,14 @@ def _split(tree: _Tree, leaves: Sequence[Leaf], options: LayoutOptions) -> list[
     pieces = tree.pieces()
     small = _num_bytes(pieces, leaves) <= options.page_bytes
     if tree.piece is not None or (small and not _contains_repeated(tree, leaves)):
-        return [(tree.name, pieces)] if pieces else []
+        return [(tree.name or _span_name(pieces, leaves), pieces)] if pieces else []
     return [group for child in tree.children for group in _split(child, leaves, options)]
+
+
+def _span_name(pieces: Sequence[Piece], leaves: Sequence[Leaf]) -> str:
+    """What people call pieces that have no subtree of their own."""
+    first, last = leaves[pieces[0].leaf].name, leaves[pieces[-1].leaf].name
+    return first if first == last else f"{first}..{last}"
 
 
 def _contains_repeated(tree: _Tree, leaves: Sequence[Leaf]) -> bool:
@@ -333,7 +339,8 @@ def _page(
         shard_size = ceil_to(-(-size // num_ranks), ALIGN_ELEMENTS)
         segments.append(Segment(piece, offset, shard_size, size))
         offset += shard_size
-    return Page(index, name, first.dtype, first.kind, num_tp, num_ranks, ceil_to(offset, ROW_ELEMENTS), tuple(segments))
+    row_size = ceil_to(max(offset, 1), ROW_ELEMENTS)  # a page of zero-size leaves is a page like any other
+    return Page(index, name, first.dtype, first.kind, num_tp, num_ranks, row_size, tuple(segments))
 
 
 def _check_divisible(leaf: Leaf, axis_sizes: Mapping[str, int]) -> None:
