@@ -283,7 +283,7 @@ def _load_weights(
         if progress is not None and chunk.stop == page.num_elements:
             progress(page.index + 1, len(engine.layout.pages))
 
-    engine.contents.visit(see, read=False, write=True)
+    engine.contents.visit(engine.layout.pages, see, read=False, write=True)
 
 
 def bring_to_rest(engine: StreamEngine) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,7 +102,25 @@ def classify_params(abstract: Any, config: Config) -> tuple[Leaf, ...]:
         else None
     )
     specs = [_spec(leaf) for _, leaf in flat]
-    return classify(abstract, compute_dtype=config.compute_dtype, trainable=trainable, specs=specs)
+    leaves = classify(abstract, compute_dtype=config.compute_dtype, trainable=trainable, specs=specs)
+    _check_patterns(leaves, config)
+    return leaves
+
+
+def _check_patterns(leaves: tuple[Leaf, ...], config: Config) -> None:
+    """Raises ConfigError: a pattern that names nothing (a typo would train what is to be frozen), or asks to train
+    integers."""
+    for key in ("trainable_patterns", "frozen_patterns"):
+        for pattern in getattr(config, key):
+            found = [leaf for leaf in leaves if re.search(pattern, leaf.name)]
+            if not found:
+                names = ", ".join(leaf.name for leaf in leaves[:5])
+                raise ConfigError(f"{key}: {pattern!r} matches no parameter; their names are like {names}")
+            if key == "trainable_patterns" and not any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in found):
+                raise ConfigError(
+                    f"{key}: {pattern!r} matches only {found[0].name!r} of {found[0].dtype}: "
+                    "only floating leaves can be trained"
+                )
 
 
 def _trains_all(config: Config) -> bool:

@@ -190,7 +190,9 @@ class Trainer:
         """The manifest to resume from, if any, once it is known to fit."""
         if self._source is None:
             return None
-        self._source.check(self.config.compute_dtype, rule.slots, self._topology)
+        self._source.check(
+            self.config.compute_dtype, rule.slots, self._topology, weights_only=self._weights_only
+        )
         return self._source.manifest
 
     def _fill(self, in_place: bool) -> None:
@@ -198,6 +200,8 @@ class Trainer:
         if self._source is None:
             self._engine.contents.initialise(self._make, lambda d, t: self._report("initialise", d, t))
         else:
+            if in_place and self._weights_only:  # the optimizer's pages are about to change
+                self._mark_in_use()
             checkpoint.load(
                 self._engine, self._source, lambda d, t: self._report("restore", d, t),
                 weights_only=self._weights_only,
