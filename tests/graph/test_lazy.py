@@ -46,7 +46,7 @@ def check(init: Callable[[Any], Any], stack_ndim: Callable[[str], int] = lambda 
             assert jax.tree.leaves(params.abstract)[leaf.index] is not None
             continue
         data = np.asarray(jax.random.key_data(whole) if leaf.key_impl else whole)
-        pieces = data.reshape(-1, *leaf.piece_shape)
+        pieces = data.reshape(leaf.num_pieces, *leaf.piece_shape)
         for piece in leaf.pieces:
             (value,) = made.make([piece])
             assert (value.shape, value.dtype) == (leaf.piece_shape, data.dtype), leaf.name
