@@ -184,6 +184,36 @@ def test_a_loop_counter_becomes_an_operand() -> None:
     assert len({unit.program for unit in graph.units[1:-1]}) == 1
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+def test_loops_that_index_a_stacked_leaf_by_their_counter(scanned) -> None:
+    def loss(p, x):
+        def layer(i, x):
+            w = jax.tree.map(lambda leaf: leaf[i], {"w": p["w"], "b": p["b"]})
+            return x + jnp.tanh(x @ w["w"] + w["b"]) * jax.lax.dynamic_index_in_dim(p["b"], i, keepdims=False)
+
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, i: (layer(i, x), None), x, jnp.arange(L))
+        else:
+            x = jax.lax.fori_loop(0, L, layer, x)
+        return ((x @ p["head"]) ** 2).mean()
+
+    graph = check(loss, params(), (batch(),), SLICE)
+    assert depths(graph) == {"w": 1, "b": 1, "head": 0}
+    assert max(unit_bytes(graph)) <= SLICE and len({unit.program for unit in graph.units[1:L]}) == 1
+
+
+def test_a_loop_that_indexes_by_the_batch_reads_the_whole_leaf() -> None:
+    def loss(p, x, start):
+        def layer(i, x):
+            return x + jnp.tanh(x @ p["w"][(i + start) % L])
+
+        return (jax.lax.fori_loop(0, L, layer, x) ** 2).mean()
+
+    graph = check(loss, params(), (batch(), jnp.int32(2)), SLICE)
+    assert depths(graph)["w"] == 0
+    assert any("max_unit_bytes" in warning for warning in graph.warnings)
+
+
 def test_python_loops_over_a_stacked_leaf_are_sliced() -> None:
     def loss(p, x):
         b = jnp.split(p["b"], L)
@@ -242,6 +272,23 @@ def test_a_leaf_stacked_along_another_dim_is_named() -> None:
     graph = check(loss, p, (jnp.ones((2, 64)),), 10**6)
     assert depths(graph) == {"w": 0, "b": 1}
     assert any("80.00 KiB" in warning for warning in graph.warnings)
+
+
+def test_slices_of_a_stack_as_results() -> None:
+    def loss(p, x):
+        w = p["w"].astype(jnp.bfloat16).astype(jnp.float32)
+        return stack_loss(p, x) + w.sum(), (p["w"][0], w[2], p["b"], p["w"][1:3])
+
+    check(loss, params(), (batch(),), SLICE)
+
+
+def test_elements_that_were_dead_in_the_scan_and_are_used_later() -> None:
+    def loss(p, x):
+        w = p["w"].astype(jnp.bfloat16).astype(jnp.float32)
+        _, ys = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), x, w)  # nobody reads what the last one makes
+        return (ys**2).mean() + w.sum(), w
+
+    check(loss, params(), (batch(),), SLICE, tolerance=1e-2)
 
 
 def test_evaluation_with_the_stacks_of_training() -> None:

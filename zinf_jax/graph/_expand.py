@@ -63,16 +63,40 @@ class Expander:
             return self._unroll(scan, reads)
         if (folded := _fold(eqn, reads)) is not None:
             return [folded]
+        if (indexed := self._indexed(eqn, reads)) is not None:
+            return [indexed]
         _check_effects(eqn)
         outs = [_jaxpr.fresh_like(var) for var in eqn.outvars]
         self._tape.add(_jaxpr.with_atoms(eqn, reads, outs))
         return outs
 
+    def _indexed(self, eqn: Eqn, reads: Sequence[Atom]) -> Atom | None:
+        """One slice of a stacked parameter at a place that is known by now: a loop's counter."""
+        if not _is_row(eqn) or self._tape.kind(reads[0]) != PARAM or not all(map(_jaxpr.is_literal, reads[1:])):
+            return None
+        place = min(max(int(reads[1].val), 0), reads[0].aval.shape[0] - 1)  # as a dynamic slice does
+        element = self._tape.element(reads[0], place)
+        return None if element is None else self._tape.stack([element])
+
+    def _counted_bytes(self, scan: Scan, reads: Sequence[Atom]) -> int:
+        """Bytes per turn of constants of the loop that it indexes, if it counts: `fori_loop` over layers."""
+        xs = reads[scan.num_consts :]
+        makers = [self._tape.maker(x) for x in xs]
+        counts = any(_jaxpr.is_literal(x) and not x.aval.shape and np.issubdtype(x.aval.dtype, np.integer) for x in xs)
+        if not counts and not any(maker is not None and maker.primitive.name == "iota" for maker in makers):
+            return 0
+        rows = _indexed_arguments(scan.body)
+        num_bytes = 0
+        for const, var in zip(reads[: scan.num_consts], scan.body.invars, strict=False):
+            if var in rows and self._tape.kind(const) == PARAM and (e := self._tape.element(const, 0)) is not None:
+                num_bytes += _jaxpr.bytes_of(e)
+        return num_bytes
+
     def _is_stack(self, scan: Scan, reads: Sequence[Atom]) -> bool:
         """Does the scan take slices of parameters that can be pieces?"""
-        tape, num_bytes = self._tape, 0
         if scan.length == 0:
             return False
+        tape, num_bytes = self._tape, self._counted_bytes(scan, reads)
         for x in reads[scan.num_consts + scan.num_carry :]:
             if tape.kind(x) != PARAM:
                 continue
@@ -110,6 +134,26 @@ class Expander:
         if tape.kind(x) & PARAM:
             return [tape.take(x, i) for i in range(length)]
         return [tape.index(x, i) for i in range(length)]
+
+
+def _is_row(eqn: Eqn) -> bool:
+    """Does it take one slice along the leading dim, whole otherwise?"""
+    if eqn.primitive.name != "dynamic_slice" or not eqn.invars[0].aval.shape:
+        return False
+    return tuple(eqn.params["slice_sizes"]) == (1, *eqn.invars[0].aval.shape[1:])
+
+
+def _indexed_arguments(block: Block) -> set[Var]:
+    """The arguments of a block of which it takes such slices, itself or in what it calls."""
+    found: set[Var] = set()
+    for eqn in block.eqns:
+        if _is_row(eqn):
+            found.add(eqn.invars[0])
+        elif (body := _jaxpr.inlined_body(eqn)) is not None:
+            inner = _indexed_arguments(body)
+            pairs = zip(eqn.invars, body.invars, strict=True)
+            found.update(atom for atom, var in pairs if var in inner and not _jaxpr.is_literal(atom))
+    return found & set(block.invars)
 
 
 def _fold(eqn: Eqn, reads: Sequence[Atom]) -> Atom | None:

@@ -75,15 +75,15 @@ def linearize(
     expander = Expander(tape, keep_custom=keep_custom)
     results = expander.run(traced.block, [*invars, *outer])
     results = _copied(tape, results, outer)
-    tape.eqns = _live(tape.eqns, results)
+    tape.eqns = _live(tape, tape.eqns, results)
     depths = dict(stacks) if stacks is not None else {**indexed_leaves(tape), **used_depths(tape)}
     env = Tiler(tape, depths).run()
-    results = [_jaxpr.lookup(env, atom) for atom in results]
-    tape.eqns = _live(tape.eqns, results)
+    results = _copied(tape, [_jaxpr.lookup(env, atom) for atom in results], outer)
+    tape.eqns = _live(tape, tape.eqns, results)
     warnings = [*dict.fromkeys(expander.warnings), *_whole_warnings(tape, depths, leaves)]
     made, env = assemble(tape, depths)
-    eqns = in_order([*made, *(_replaced(eqn, env) for eqn in tape.eqns)])
-    eqns = _live(eqns, results)
+    eqns = in_order(tape, [*made, *(_replaced(eqn, env) for eqn in tape.eqns)])
+    eqns = _live(tape, eqns, results)
     stacked = with_stacks(leaves, depths)
     pieces = {
         var: Piece(leaf, _flat_index(stacked[leaf], prefix))
@@ -120,11 +120,14 @@ def _copied(tape: Tape, results: Sequence[Atom], outer: Sequence[Var]) -> list[V
     return copied
 
 
-def _live(eqns: Sequence[Eqn], results: Iterable[Any]) -> list[Eqn]:
+def _live(tape: Tape, eqns: Sequence[Eqn], results: Iterable[Any]) -> list[Eqn]:
     """The equations that a result or a side effect needs."""
     needed: set[Any] = set(results)
     kept = []
-    for eqn in reversed(in_order(eqns)):
+    made = {var for eqn in eqns for var in eqn.outvars}
+    unmade = [atom for atom in dict.fromkeys(results) if atom not in made]
+    elements = [maker for atom in unmade if (maker := tape.maker(atom)) is not None]
+    for eqn in reversed(in_order(tape, [*eqns, *elements])):
         if eqn.effects or any(var in needed for var in eqn.outvars):
             needed.update(variables(eqn.invars))
             kept.append(eqn)

@@ -81,8 +81,12 @@ def whole_uses(tape: Tape, depths: dict[int, int]) -> dict[int, Eqn]:
     return found
 
 
-def in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
-    """The equations so that each follows those that it needs; otherwise as they stand."""
+def in_order(tape: Tape, eqns: Sequence[Eqn]) -> list[Eqn]:
+    """The equations so that each follows those that it needs; otherwise as they stand.
+
+    A needed equation that is not among them is taken from the tape: an element that was dead when it was made, and is
+    used now.
+    """
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
     done: set[int] = set()
     ordered: list[Eqn] = []
@@ -93,7 +97,7 @@ def in_order(eqns: Sequence[Eqn]) -> list[Eqn]:
         while stack:
             eqn, atoms = stack[-1]
             for atom in atoms:
-                maker = None if _jaxpr.is_literal(atom) else made_by.get(atom)
+                maker = None if _jaxpr.is_literal(atom) else made_by.get(atom) or tape.maker(atom)
                 if maker is not None and id(maker) not in done:
                     stack.append((maker, iter(maker.invars)))
                     break

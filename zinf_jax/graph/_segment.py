@@ -139,6 +139,9 @@ def _cut_blocks(steps: Steps, borders: list[int], max_bytes: int, min_bytes: int
         inner = [cut - start for cut in _inner_repeats(steps, start, stop, max_bytes, min_bytes)]
         return [*borders, *(border + offset for border in borders[:-1] for offset in inner)]
     num_blocks = max(1, min(-(-min_bytes // max(block_bytes, 1)), len(borders) - 1))
+    # A few more at a time where that leaves no smaller group, and so no other program, at the end.
+    even = [n for n in range(num_blocks, 2 * num_blocks) if (len(borders) - 1) % n == 0]
+    num_blocks = even[0] if even else num_blocks
     while num_blocks > 1 and steps.piece_bytes(borders[0], borders[num_blocks]) > max_bytes:
         num_blocks -= 1
     return [*borders[:-1:num_blocks], borders[-1]]
