@@ -85,6 +85,18 @@ class Deep(nn.Module):
         return x
 
 
+def test_what_depends_on_no_argument_is_evaluated_as_a_constant() -> None:
+    """XLA folds sin of a constant with other code than it compiles for sin of an operand (Whisper's positions)."""
+    rates = np.linspace(0.1, 3, 24).astype(np.float32)
+
+    def init(key: jax.Array) -> Any:
+        del key
+        angles = jnp.exp(-jnp.log(10000.0) / 31 * jnp.arange(32)) * jnp.arange(40)[:, None]
+        return {"positions": jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1), "rates": jnp.exp(jnp.sin(rates))}
+
+    check(init, lambda name: int(name == "rates"))
+
+
 def test_equal_layers_share_programs() -> None:
     def num_programs(depth: int) -> int:
         params = lazy(Deep(depth).init, KEY, jax.ShapeDtypeStruct((2, 8), jnp.float32))

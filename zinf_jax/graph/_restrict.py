@@ -165,7 +165,7 @@ class Writer:
             where: list[Any] = [slice(None)] * len(sizes)
             for dim, start, size in sel:
                 where[dim] = start if size is None else slice(start, start + size)
-            return Known(value.value[tuple(where)])
+            return Known(value.value[tuple(where)], value.literal)
         self.largest_indexed = max(self.largest_indexed, num_bytes(value))
         dims = tuple(dim for dim, _, _ in sel)
         shape = sel_shape(value.shape, sel)
@@ -236,7 +236,10 @@ class Writer:
         avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
         known = [value.value for value in inputs if isinstance(value, Known)]
         if fold and len(known) == len(inputs) and all(num_bytes(aval) <= _MAX_FOLD_BYTES for aval in avals):
-            return [Known(r if is_key(r) else np.asarray(r)) for r in function(*known)]
+            # What depends on no argument stays a constant of the program: XLA evaluates sin of a constant by other
+            # code than sin of an operand.
+            literal = all(value.literal for value in inputs if isinstance(value, Known))
+            return [Known(r) if is_key(r) else Known(np.asarray(r), literal) for r in function(*known)]
         arguments = tuple(self._argument(value) for value in inputs)
         slots = tuple(self._slot(shape, dtype) for shape, dtype in outputs)
         self._names.append((key, tuple(map(self._name, arguments)), tuple(s.shape for s in slots)))

@@ -20,6 +20,8 @@ from zinf_jax.graph._jaxpr import Atom, Block, Eqn, Var
 # the dim is dropped.
 Sel = tuple[tuple[int, int, int | None], ...]
 
+_MAX_LITERAL_BYTES = 1 << 20
+
 
 def sel_shape(shape: Sequence[int], sel: Sel) -> tuple[int, ...]:
     """The shape of what a selection leaves of an array."""
@@ -184,6 +186,5 @@ def flatten(block: Block, args: Sequence[Ref]) -> list[Ref]:
 
 
 def _constant(value: Any) -> Known:
-    """A closed-over constant. A floating scalar stays in the program's text, as it would in the user's own jit."""
-    floating = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
-    return Known(value, literal=floating and np.size(value) == 1)
+    """A closed-over constant. Unless it is large it stays in the program's text, as it would in the user's own jit."""
+    return Known(value, literal=not is_key(value) and num_bytes(value) <= _MAX_LITERAL_BYTES)
