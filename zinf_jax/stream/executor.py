@@ -119,13 +119,18 @@ class Executor:
             self._pager.finish()
             if self._residuals is not None:
                 self._residuals.finish()
-            results = [[self._values[(v, m)] for v in self._graph.results] for m in range(len(outer))]
+            results = [[self._result(v, m) for v in self._graph.results] for m in range(len(outer))]
             return jax.block_until_ready(results)
         except BaseException:
             self._abort()
             raise
         finally:
             self._values, self._cotangents, self._totals = {}, {}, {}
+
+    def _result(self, value: ValueId, micro: int) -> Any:
+        """A result is the caller's to keep: an input that is passed through may alias the memory of the batch."""
+        array = self._values[(value, micro)]
+        return jnp.copy(array) if value in self._plan.shape.outer_values else array
 
     def _abort(self) -> None:
         for program in self._in_flight:

@@ -142,10 +142,12 @@ def _spec(leaf: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How a batch is split: `num_micro` micro-batches of `micro_size` samples (this process's share)."""
+    """How a batch is split: `num_micro` micro-batches of `micro_size` samples (this process's share); and what it is
+    made of, for people."""
 
     num_micro: int
     micro_size: int
+    described: str
 
     @classmethod
     def of(cls, batch: Any, config: Config, topology: Topology) -> "Batching":
@@ -171,12 +173,18 @@ class Batching:
                 f"a batch of {size} samples cannot be split into {num_micro} micro-batches over {ways} data-parallel "
                 f"devices: make it a multiple of {num_micro * ways}, or change gradient_accumulation_steps"
             )
-        return cls(num_micro, size // num_micro)
+        return cls(num_micro, size // num_micro, describe(batch))
 
     def split(self, batch: Any) -> list[Any]:
         """The micro-batches, views of the batch in order."""
         n = self.micro_size
         return [jax.tree.map(lambda x, i=i: x[i * n : (i + 1) * n], batch) for i in range(self.num_micro)]
+
+
+def describe(batch: Any) -> str:
+    """Names, dtypes and shapes of a batch's leaves, dtypes as JAX gives them to host values."""
+    flat = jax.tree_util.tree_flatten_with_path(abstract_of(batch))[0]
+    return ", ".join(f"{path_name(path) or 'array'}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in flat)
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

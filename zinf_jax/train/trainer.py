@@ -190,9 +190,7 @@ class Trainer:
         """The manifest to resume from, if any, once it is known to fit."""
         if self._source is None:
             return None
-        self._source.check(
-            self.config.compute_dtype, rule.slots, self._topology, weights_only=self._weights_only
-        )
+        self._source.check(self.config.compute_dtype, rule.slots, self._topology, weights_only=self._weights_only)
         return self._source.manifest
 
     def _fill(self, in_place: bool) -> None:
@@ -251,8 +249,8 @@ class Trainer:
         engine = self._ready()
         if setup.Batching.of(batch, self.config, self._topology) != self._batching:
             raise ConfigError(
-                f"this trainer was planned for batches of {self._batching.num_micro} x {self._batching.micro_size} "
-                f"samples, got shapes {[np.shape(x) for x in jax.tree.leaves(batch)]}"
+                f"this trainer was planned for batches like {self._batching.described}, got {setup.describe(batch)}: "
+                "drop or pad the odd one, or use another trainer"
             )
         start = time.perf_counter()
         before = engine.store.statistics()
@@ -326,7 +324,8 @@ class Trainer:
         losses = [float(p.loss) for p in parts]
         loss = losses[0]
         if len(losses) > 1:
-            loss = sum(x * w for x, w in zip(losses, weights, strict=True)) / sum(weights)
+            total = sum(weights)  # 0: a mean over nothing
+            loss = sum(x * w for x, w in zip(losses, weights, strict=True)) / total if total else float("nan")
         aux = None
         if self._signature.has_aux:
             aux = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *(p.aux for p in parts))
