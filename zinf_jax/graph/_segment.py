@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 # What a cut costs beside the bytes that cross it: a dispatch and a fetch, as bytes that could have been moved instead.
 _CUT_BYTES = 1 << 16
 _NUM_OCCURRENCES = 8  # how far a step looks for its like
+_MAX_BLOCKS = 8  # of a kind in one unit: more saves little, and takes long to compile
 _NUM_PERIODS = 24  # candidates that are tried
 
 
@@ -138,7 +139,7 @@ def _cut_blocks(steps: Steps, borders: list[int], max_bytes: int, min_bytes: int
     if block_bytes >= min_bytes:
         inner = [cut - start for cut in _inner_repeats(steps, start, stop, max_bytes, min_bytes)]
         return [*borders, *(border + offset for border in borders[:-1] for offset in inner)]
-    num_blocks = max(1, min(-(-min_bytes // max(block_bytes, 1)), len(borders) - 1))
+    num_blocks = max(1, min(-(-min_bytes // max(block_bytes, 1)), len(borders) - 1, _MAX_BLOCKS))
     # A few more at a time where that leaves no smaller group, and so no other program, at the end.
     even = [n for n in range(num_blocks, 2 * num_blocks) if (len(borders) - 1) % n == 0]
     num_blocks = even[0] if even else num_blocks
