@@ -136,6 +136,19 @@ def test_casts_of_all_parameters_up_front_do_not_cross_cuts() -> None:
         assert len(unit.inputs) <= 1 and len(unit.outputs) == 1
 
 
+def test_a_cast_that_two_units_need_is_made_in_both() -> None:
+    def loss(p, x):
+        p = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), p)
+        tied = p["w0"].T
+        for i in range(4):
+            x = jnp.tanh(x @ p[f"w{i}"])
+        return ((x @ tied) ** 2).mean()
+
+    graph = check(loss, layers(4), (batch(),), LIMIT, tolerance=1e-2)
+    assert all(graph.values[value].shape != (D, D) for unit in graph.units for value in unit.inputs)
+    assert [unit.index for unit in graph.units if unit.pieces == graph.units[0].pieces] == [0, len(graph.units) - 1]
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))])
 def test_a_wrapped_loss_is_cut_like_a_bare_one(wrap) -> None:
     def loss(p, x):
