@@ -158,9 +158,16 @@ class GradientCollector:
 
         Returns:
           The squared norm of each leaf's gradient that is not zero by construction, in leaf order.
+
+        Raises:
+          StoreError: a spill failed; the frames are free, and the step can be repeated.
         """
-        for position in sorted(self._ends):
-            self.release(position)
+        try:
+            for position in sorted(self._ends):
+                self.release(position)
+        except BaseException:
+            self.abort()
+            raise
         by_leaf: dict[int, list[Piece]] = {}
         for piece in sorted(self._norms):
             by_leaf.setdefault(piece.leaf, []).append(piece)
