@@ -93,6 +93,19 @@ def make_topology(config: Config, mesh: jax.sharding.Mesh | None) -> Topology:
     return Topology.create(mesh, partitioning)
 
 
+def without_values(params: Any) -> Any:
+    """The parameter tree with abstract values (and the user's shardings) for arrays, so that nothing keeps them."""
+
+    def abstract(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            return leaf
+        sharding = getattr(leaf, "sharding", None)
+        named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named)
+
+    return jax.tree.map(abstract, params)
+
+
 def classify_params(abstract: Any, config: Config) -> tuple[Leaf, ...]:
     """The leaf table, with the user's shardings where the arrays carry them, and the config's frozen patterns."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)

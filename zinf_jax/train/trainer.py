@@ -22,7 +22,7 @@ import numpy as np
 from zinf_jax import config as config_module
 from zinf_jax.config import Config
 from zinf_jax.errors import ConfigError, NonFiniteError, ResumeError, ZinfError
-from zinf_jax.graph.lazy import Lazy, initializer
+from zinf_jax.graph.lazy import Initializer, Lazy, initializer
 from zinf_jax.leaves import Leaf, LeafKind
 from zinf_jax.optim import clipping, loss_scale
 from zinf_jax.plan import Plan
@@ -84,7 +84,7 @@ class Trainer:
         self._optimizer = config_module.build_optimizer(self.config) if optimizer is None else optimizer
         self._signature = LossSignature.of(loss_fn, has_state=state is not None, has_aux=has_aux)
         self._topology = setup.make_topology(self.config, mesh)
-        self._abstract = params.abstract if isinstance(params, Lazy) else params
+        self._abstract = params.abstract if isinstance(params, Lazy) else setup.without_values(params)
         self._leaves = setup.classify_params(self._abstract, self.config)
         self._rng = jax.random.key(self.config.seed) if rng is None else rng
         self._progress = progress
@@ -163,15 +163,15 @@ class Trainer:
         )  # fmt: skip
         self._batching, self._traced, self._rule = built.batching, built.traced, built.rule
         self._leaves = built.setup.layout.leaves
-        self._make = initializer(self._params, self._leaves)
-        for text in (*self._traced.graph.warnings, *self._make.warnings):
+        make = initializer(self._params, self._leaves)
+        for text in (*self._traced.graph.warnings, *make.warnings):
             warnings.warn(text, stacklevel=2)
         in_place = self._source is not None and self._source.in_place
         directory = setup.pages_directory(self.config, self.run_dir, self._run_id)
         init_slots = setup.slot_initialiser(self._rule)
         self._engine = StreamEngine(built.setup, init_slots, directory, reuse=in_place)
         try:
-            self._fill(in_place)
+            self._fill(make, in_place)
         except BaseException:
             self._engine.close(delete=not in_place)
             self._engine = None
@@ -193,10 +193,10 @@ class Trainer:
         self._source.check(self.config.compute_dtype, rule.slots, self._topology, weights_only=self._weights_only)
         return self._source.manifest
 
-    def _fill(self, in_place: bool) -> None:
+    def _fill(self, make: Initializer, in_place: bool) -> None:
         assert self._engine is not None
         if self._source is None:
-            self._engine.contents.initialise(self._make, lambda d, t: self._report("initialise", d, t))
+            self._engine.contents.initialise(make, lambda d, t: self._report("initialise", d, t))
         else:
             if in_place and self._weights_only:  # the optimizer's pages are about to change
                 self._mark_in_use()
