@@ -161,13 +161,15 @@ class _Unmapper:
     """Unmaps once, and only in the process that mapped: a child has something else at that address."""
 
     def __init__(self, num_bytes: int):
+        # Its own references: at interpreter exit it can run when the modules are gone.
+        self._getpid, self._unmap = os.getpid, lib.zaio_arena_unmap
         self._pid = os.getpid()
         self._num_bytes = num_bytes
         self.done = False
 
     def __call__(self, base: Any) -> None:
-        if not self.done and os.getpid() == self._pid:
-            lib.zaio_arena_unmap(base, self._num_bytes)
+        if not self.done and self._getpid() == self._pid:
+            self._unmap(base, self._num_bytes)
         self.done = True
 
 
