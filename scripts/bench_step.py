@@ -179,8 +179,8 @@ class Bench:
             for row in rows:
                 row["floors"] = floors | io_floor(row.get("plan"), floors)
         self.rows += rows
-        if rows:
-            console.print(steps_table(rows))
+        if rows and len(self._args.sizes) * len(self._args.micro_batches) > 1:
+            console.print(steps_table(rows))  # the whole comes at the end
 
     def one_variant(
         self, variant: Variant, size: ModelSize, num_micro: int, memory: Worker, peers: Sequence[Worker], label: str
