@@ -9,6 +9,9 @@ from zinf_jax.plan.schedule import Phase, Position, Residency, ValueLife
 from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
 from zinf_jax.units import format_bytes
 
+PROCESS_SLACK_BYTES = 32 << 20
+"""What a process's own heap grows by while it trains: Python objects, allocator rounding."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BudgetItem:
@@ -107,7 +110,8 @@ class Plan:
     @property
     def peak_rss_bytes(self) -> int:
         """Of the process: what it held before, the arena, and on a CPU the device's memory too."""
-        return self.base_rss_bytes + self.host_bytes + (self.device_bytes if self.hardware.aliases else 0)
+        device = self.device_bytes if self.hardware.aliases else 0
+        return self.base_rss_bytes + PROCESS_SLACK_BYTES + self.host_bytes + device
 
     @cached_property
     def fetches(self) -> Mapping[int, tuple[Span, ...]]:

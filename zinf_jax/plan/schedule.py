@@ -326,4 +326,10 @@ def device_peak(
             new = [p for p in unit.gradient_pages if p in kept_gradients and p not in done]
             done.update(new)
             _add(load, position.index, len(load), sum(kept_gradients[p] for p in new))
-    return max(load, default=0)
+    temporary = [0] * len(load)
+    for position in positions:
+        unit = shape.units[position.unit]
+        num_bytes = unit.forward_temp_bytes if position.phase is Phase.FORWARD else unit.backward_temp_bytes
+        for t in range(position.index, min(position.index + hold, len(load))):
+            temporary[t] = max(temporary[t], num_bytes)
+    return max((a + b for a, b in zip(load, temporary, strict=True)), default=0)

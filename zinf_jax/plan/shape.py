@@ -39,8 +39,10 @@ class UnitShape:
       pages: What it reads.
       gradient_pages: Pages to whose gradient it contributes.
       inputs, outputs: Value ids.
-      forward_bytes, backward_bytes: Device bytes that the program needs beside its arguments: temporaries and outputs.
+      forward_bytes, backward_bytes: Device bytes of the program's outputs.
       flops: Of the forward pass, one micro-batch.
+      forward_temp_bytes, backward_temp_bytes: What it needs while it runs. Programs run one after the other, so only
+        one program's temporaries are there at a time, whatever is in flight.
     """
 
     name: str
@@ -51,6 +53,8 @@ class UnitShape:
     forward_bytes: int
     backward_bytes: int
     flops: int
+    forward_temp_bytes: int = 0
+    backward_temp_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

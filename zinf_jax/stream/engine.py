@@ -36,7 +36,7 @@ from zinf_jax.stream.pager import WEIGHTS, Pager
 from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, can_turn
 from zinf_jax.stream.records import RecordFormat
 from zinf_jax.stream.residuals import RESIDUALS, ResidualStore, residual_slots
-from zinf_jax.stream.stats import Counters, rss_bytes
+from zinf_jax.stream.stats import Counters, return_freed_memory, rss_bytes
 from zinf_jax.stream.updates import Updater
 from zinf_jax.tier import FrameArena, FrameSpan, Layout, LayoutOptions, PageStore, Topology, build_layout
 from zinf_jax.units import ceil_to
@@ -144,7 +144,8 @@ def step_program(
         units.append(
             UnitShape(
                 unit.name, exe.binding.pages, tuple(dict.fromkeys(layout.where[p][0] for p in wanted)),
-                unit.inputs, unit.outputs, exe.forward.num_bytes, last.num_bytes if last else 0, unit.flops,
+                unit.inputs, unit.outputs, exe.forward.output_bytes, last.output_bytes if last else 0, unit.flops,
+                exe.forward.temp_bytes, last.temp_bytes if last else 0,
             )
         )  # fmt: skip
     keys = {i for i, aval in enumerate(graph.values) if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)}
@@ -250,6 +251,7 @@ class StreamEngine:
         self.program, self.layout, self.topology = setup.program, setup.layout, setup.topology
         self.record, self.options = setup.record, setup.options
         self.counters = Counters()
+        return_freed_memory()
         self.plan = setup.plan()
         self.arena = FrameArena(self.plan.arena_bytes, lock=self.options.lock)
         if not self.topology.aliases and (reason := self.arena.register(self.topology.mesh.local_devices[0].client)):

@@ -10,6 +10,7 @@ Guarantees:
 """
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.plan import Phase, Plan, Position
 from zinf_jax.stream.gradients import GradientCollector
 from zinf_jax.stream.pager import Pager
-from zinf_jax.stream.programs import UnitExecutables
+from zinf_jax.stream.programs import Executable, UnitExecutables
 from zinf_jax.stream.residuals import ResidualStore
 from zinf_jax.stream.stats import Counters
 
@@ -43,7 +44,7 @@ class _InFlight:
     """A dispatched program: what to wait for, and what to do then."""
 
     outputs: Any
-    num_bytes: int
+    program: Executable
     retire: Callable[[], None]
 
 
@@ -134,7 +135,8 @@ class Executor:
 
     def _abort(self) -> None:
         for program in self._in_flight:
-            jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
+            with contextlib.suppress(Exception):  # the step's first error is what the caller sees
+                jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
         self._in_flight.clear()
         self._pager.abort()
         if self._gradients is not None:
@@ -165,7 +167,8 @@ class Executor:
     def _note_memory(self) -> None:
         """Device bytes now: the arrays that are held, and what the programs in flight need beside them."""
         held = [*self._values.values(), *self._cotangents.values(), *jax.tree.leaves(list(self._totals.values()))]
-        num_bytes = sum(_device_bytes(x) for x in held) + sum(p.num_bytes for p in self._in_flight)
+        num_bytes = sum(_device_bytes(x) for x in held) + sum(p.program.output_bytes for p in self._in_flight)
+        num_bytes += max((p.program.temp_bytes for p in self._in_flight), default=0)  # they run one after the other
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, num_bytes)
 
     def _release(self, position: int) -> None:
@@ -206,7 +209,7 @@ class Executor:
         operands = [self._operands[i] for i in unit.operands]
         outputs = executables.forward.call(pages, self._inputs(position, micro), operands)
         self._keep(unit.outputs, micro, outputs)
-        self._in_flight.append(_InFlight(outputs, executables.forward.num_bytes, lambda: self._retire(position, micro)))
+        self._in_flight.append(_InFlight(outputs, executables.forward, lambda: self._retire(position, micro)))
 
     def _backward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
         unit = self._graph.units[position.unit]
@@ -243,7 +246,7 @@ class Executor:
         self._in_flight.append(
             _InFlight(
                 waits,
-                (executables.turn or executables.backward or executables.forward).num_bytes,
+                executables.turn or executables.backward or executables.forward,
                 lambda: self._retire(position, micro, waits[0] if last and rows else ()),
             )
         )

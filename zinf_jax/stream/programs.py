@@ -99,13 +99,14 @@ class Executable:
 
     Attributes:
       call: The compiled function.
-      num_bytes: Temporaries and outputs, summed over this process's devices.
+      output_bytes, temp_bytes: Of outputs, and of temporaries while it runs, summed over this process's devices.
       output_shardings: As compiled.
       text: HLO after optimisation, on demand.
     """
 
     call: Callable[..., Any]
-    num_bytes: int
+    output_bytes: int
+    temp_bytes: int
     output_shardings: Any
 
     def text(self) -> str:
@@ -233,9 +234,10 @@ class UnitCompiler:
         if key not in self._cache:
             compiled = jax.jit(function, compiler_options=COMPILER_OPTIONS).lower(*arguments).compile()
             memory = compiled.memory_analysis()
-            num_bytes = 0 if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
             ways = len(self._topology.mesh.local_devices)
-            self._cache[key] = Executable(compiled, num_bytes * ways, compiled.output_shardings)
+            made = 0 if memory is None else memory.output_size_in_bytes * ways
+            temporary = 0 if memory is None else memory.temp_size_in_bytes * ways
+            self._cache[key] = Executable(compiled, made, temporary, compiled.output_shardings)
         return self._cache[key]
 
     def _pieces(self, binding: Binding, pages: Sequence[Any]) -> list[Any]:
