@@ -322,6 +322,9 @@ def device_peak(
         backward = position.phase is not Phase.FORWARD
         num_bytes = unit.backward_bytes if backward else unit.forward_bytes
         _add(load, position.index, position.index + hold, num_bytes)
+        micros = shape.group_sizes[position.group]
+        if backward and micros > 1:  # the sum so far, beside the gradients of each program in flight
+            _add(load, position.index, position.index + 1, num_bytes * min(micros, hold))
         if backward:
             new = [p for p in unit.gradient_pages if p in kept_gradients and p not in done]
             done.update(new)
