@@ -46,6 +46,7 @@ class Evaluator:
         graph = cut_function(
             fn, self._abstract, engine.layout.leaves, (batch,),
             max_unit_bytes=engine.options.max_unit_bytes, differentiate=False,
+            stacks={leaf.index: leaf.stack_ndim for leaf in engine.layout.leaves if leaf.stack_ndim},
         )  # fmt: skip
         shardings = {v: self._sharding(graph.values[v].shape) for v in graph.outer_inputs}
         program = step_program(
