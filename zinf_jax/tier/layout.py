@@ -137,7 +137,7 @@ class Layout:
         """Rebuilds a stored layout for the leaves at hand.
 
         Raises:
-          ConfigError: the stored layout lacks a leaf, has one too many, or one of another shape.
+          ConfigError: the stored layout lacks a leaf, has one too many, or one of another shape, dtype or kind.
         """
         by_name = {leaf.name: leaf for leaf in leaves if leaf.kind is not LeafKind.STATIC}
         pages, found = [], set()
@@ -148,6 +148,7 @@ class Layout:
                     raise ConfigError(f"the stored run has a parameter {name!r} that this model lacks")
                 leaf = by_name[name]
                 found.add(name)
+                _check_like(leaf, stored)
                 segments.append(Segment(Piece(leaf.index, piece_index), offset, shard_size, size))
             num_tp, num_ranks, row_size = stored["shape"]
             pages.append(
@@ -160,9 +161,12 @@ class Layout:
         missing = sorted(set(by_name) - found)
         if missing:
             raise ConfigError(f"the stored run lacks parameters that this model has: {', '.join(missing[:5])}")
+        sizes: dict[int, list[int]] = {}
+        for page in pages:
+            for segment in page.segments:
+                sizes.setdefault(segment.piece.leaf, []).append(segment.size * page.num_tp)
         for leaf in by_name.values():
-            sizes = [layout.segment(p)[1].size * layout.segment(p)[0].num_tp for p in leaf.pieces if p in layout.where]
-            if sizes != [leaf.piece_size] * leaf.num_pieces:
+            if sizes[leaf.index] != [leaf.piece_size] * leaf.num_pieces:
                 raise ConfigError(f"the stored run has another shape for parameter {leaf.name!r} than {leaf.shape}")
         return layout
 
@@ -205,22 +209,25 @@ def build_layout(
         grouped += [(leaf.name + s, [piece]) for s, piece in zip(suffix, leaf.pieces, strict=True)]
     pages = [
         _page(index, name, pieces, leaves, num_ranks, axis_sizes or {})
-        for index, (name, pieces) in enumerate(sorted(grouped, key=lambda g: natural_key(g[0])))
+        for index, (name, pieces) in enumerate(
+            sorted(grouped, key=lambda g: (natural_key(g[0]), _alike(leaves[g[1][0].leaf])))
+        )
     ]
     return Layout.of(leaves, pages)
 
 
 def tp_axes(leaf: Leaf) -> tuple[str, ...]:
-    """The mesh axes over which the user's own spec splits the leaf, in dim order."""
+    """The mesh axes over which the user's own spec splits a piece of the leaf, in dim order."""
     axes: list[str] = []
-    for entry in leaf.spec:
+    for entry in leaf.spec[leaf.stack_ndim :]:
         axes += [entry] if isinstance(entry, str) else list(entry or ())
     return tuple(axes)
 
 
 def natural_key(name: str) -> list[Any]:
-    """Sort key under which `block_10` comes after `block_9`."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)]
+    """Sort key under which `block_10` comes after `block_9`; different names have different keys (`a1`, `a01`)."""
+    parts = [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)]
+    return [*parts, (2, 0, name)]
 
 
 def _buckets(leaves: Sequence[Leaf], shared: frozenset[int], axis_sizes: Mapping[str, int]) -> dict[Any, list[int]]:
@@ -229,8 +236,13 @@ def _buckets(leaves: Sequence[Leaf], shared: frozenset[int], axis_sizes: Mapping
     for leaf in leaves:
         if leaf.kind is LeafKind.STATIC or leaf.index in shared:
             continue
-        buckets.setdefault((str(leaf.dtype), leaf.kind, tp_axes(leaf)), []).append(leaf.index)
+        buckets.setdefault(_alike(leaf), []).append(leaf.index)
     return buckets
+
+
+def _alike(leaf: Leaf) -> tuple[Any, ...]:
+    """Leaves of which this is equal may share a page."""
+    return (str(leaf.dtype), leaf.kind.value, tp_axes(leaf))
 
 
 def _paths(leaves: Sequence[Leaf], chosen: Sequence[Leaf]) -> dict[tuple[str, ...], Piece]:
@@ -343,8 +355,21 @@ def _page(
     return Page(index, name, first.dtype, first.kind, num_tp, num_ranks, row_size, tuple(segments))
 
 
+def _check_like(leaf: Leaf, stored: Mapping[str, Any]) -> None:
+    """Raises ConfigError: the leaf is not what a stored page holds."""
+    if stored["kind"] != leaf.kind.value:
+        raise ConfigError(
+            f"parameter {leaf.name!r} is {stored['kind']} in the stored run and {leaf.kind.value} in this one: keep "
+            "trainable_patterns and frozen_patterns as they were"
+        )
+    if stored["dtype"] != str(leaf.dtype):
+        raise ConfigError(
+            f"parameter {leaf.name!r} is {stored['dtype']} in the stored run and {leaf.dtype} in this one"
+        )
+
+
 def _check_divisible(leaf: Leaf, axis_sizes: Mapping[str, int]) -> None:
-    for dim, entry in enumerate(leaf.spec):
+    for dim, entry in list(enumerate(leaf.spec))[leaf.stack_ndim :]:
         axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
         ways = math.prod(axis_sizes.get(axis, 1) for axis in axes)
         if leaf.shape[dim] % ways:

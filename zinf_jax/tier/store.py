@@ -117,23 +117,37 @@ class PageStore:
             )
 
     def read(self, kind: str, offset: int, array: np.ndarray, page: str) -> PendingIO:
-        """Starts filling `array` (uint8) from `offset` of the kind's file."""
+        """Starts filling `array` (uint8) from `offset` of the kind's file.
+
+        Raises:
+          StoreError: an earlier transfer, which nobody waited for, had failed.
+        """
         return self._start("read", kind, offset, array, page)
 
     def write(self, kind: str, offset: int, array: np.ndarray, page: str) -> PendingIO:
-        """Starts writing `array` (uint8) at `offset` of the kind's file."""
+        """Starts writing `array` (uint8) at `offset` of the kind's file. Raises as `read` does."""
         return self._start("write", kind, offset, array, page)
 
     def _start(self, operation: str, kind: str, offset: int, array: np.ndarray, page: str) -> PendingIO:
         file = self._files[kind]
         assert offset + array.nbytes <= self.sizes[kind], (kind, offset, array.nbytes, self.sizes[kind])
         what = f"{operation} of {kind} of page {page!r} at offset {offset}, {array.nbytes} bytes"
-        return PendingIO(getattr(self._engine, operation)(file, offset, array), what)
+        try:
+            return PendingIO(getattr(self._engine, operation)(file, offset, array), what)
+        except aio_ffi.AioError as error:  # of an earlier transfer that nobody waited for, or no room in the queue
+            raise StoreError(error.errno, f"before the {what}: {error.strerror or error}", error.filename) from error
 
     def sync(self) -> None:
-        """Makes all completed writes durable. A failure is fatal: never retried."""
-        for file in self._files.values():
-            file.sync()
+        """Makes all completed writes durable.
+
+        Raises:
+          StoreError: it failed. Fatal: a second attempt would report success without the bytes.
+        """
+        for kind, file in self._files.items():
+            try:
+                file.sync()
+            except aio_ffi.AioError as error:
+                raise StoreError(error.errno, f"sync of {kind} pages: {error.strerror or error}", file.path) from error
 
     def statistics(self) -> "aio_ffi.Statistics":
         return self._engine.statistics()
