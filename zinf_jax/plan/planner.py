@@ -56,12 +56,13 @@ def make_plan(
         shape, hardware, options, positions, lives, chunk_elements, itemsizes, base_rss_bytes, update_bytes
     )
     spilled = build.spilled(placement.residuals)
-    plan = build.plan(floor_tiers(shape.pages, placement), spilled, hardware.host_memory)
-    room = hardware.host_memory - plan.host_bytes
-    if room > 0:
-        tiers = promote(shape.pages, plan.tiers, placement, room)
-        if tiers != plan.tiers:
-            plan = build.plan(tiers, spilled, hardware.host_memory)
+    floor = floor_tiers(shape.pages, placement)
+    least = build.plan(floor, spilled, 0)
+    # A resident page saves more traffic than one that is kept between uses: only what is left then goes to those.
+    tiers = promote(shape.pages, floor, placement, max(0, hardware.host_memory - least.host_bytes))
+    plan = build.plan(tiers, spilled, hardware.host_memory)
+    if plan.host_bytes > hardware.host_memory:  # packing fewer frames can take more room
+        plan = build.plan(floor, spilled, hardware.host_memory)
     _check(plan, hardware, options, placement)
     return plan
 
@@ -243,6 +244,8 @@ class _Builder:
                 )
                 if total:
                     items.append(BudgetItem(tier, kind, total, "resident"))
+                if total and tier is Tier.DEVICE and kind != "gradients":
+                    items.append(BudgetItem(Tier.HOST, f"mirror of {kind}", total, "the update works on it"))
         items.append(BudgetItem(Tier.HOST, "leaves updated whole", self.update_bytes, "no fused kernel"))
         items.append(BudgetItem(Tier.HOST, "residuals", host_residuals, "resident"))
         loads = (format_bytes(schedule.peak_load(weights)), format_bytes(schedule.peak_load(others)))
@@ -301,8 +304,9 @@ def _check(plan: Plan, hardware: Hardware, options: StreamOptions, placement: Pl
             advice.append(f"lower lookahead ({options.lookahead})")
         if biggest.kind == "frames of the update":
             advice.append(f"lower chunk_bytes ({format_bytes(options.chunk_bytes)}) or num_chunk_frames")
-        if biggest.kind in ("weights", "optimizer", "gradients", "residuals"):
-            advice.append(f"put {biggest.kind} on nvme")
+        kind = biggest.kind.removeprefix("mirror of ")
+        if kind in ("weights", "optimizer", "gradients", "residuals"):
+            advice.append(f"put {kind} on nvme")
         problems.append(
             f"needs {format_bytes(plan.host_bytes)} of host frames, host_memory is "
             f"{format_bytes(hardware.host_memory)} (largest: {biggest.kind}, {format_bytes(biggest.num_bytes)}): "
