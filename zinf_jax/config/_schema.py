@@ -101,7 +101,7 @@ class Config(Section):
     restore: Literal["all", "weights"] = "all"
     """What a resume takes from the saved run. all: everything, bit for bit; where optimizer, scheduler or scale
     settings differ from the saved run's, this config's win from then on. weights: only these; step 0, fresh optimizer
-    state, schedule, loss scale and counters."""
+    state, schedule, loss scale and counters, from a checkpoint that is named (`auto` goes on with the run itself)."""
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()

@@ -120,6 +120,11 @@ class Trainer:
             stored = None if self._source is None else self._source.manifest
             in_place = self._source is not None and self._source.in_place
             continues = stored is not None and manifest is not None and stored["run_id"] == manifest["run_id"]
+            if manifest is not None and not continues and not overwrite:
+                raise ResumeError(
+                    f"{self.run_dir} holds another run, at step {manifest['step']}: pass overwrite=True to give that "
+                    "one up, or another run_dir"
+                )
             self._run_id = stored["run_id"] if stored is not None and continues else secrets.token_hex(6)
             self._in_use = False  # is the manifest's word "closed" wrong?
             if manifest is not None and not in_place:
@@ -263,8 +268,7 @@ class Trainer:
         weights = self._weights(parts, engine.executor.weight_unit)
         clip = clipping.clip(squares, scale * sum(weights), self.config.gradient_clipping or None)
         if not clip.skip:
-            self._update(clip.gradient_scale)
-            self.state = parts[-1].state if self._signature.has_state else None
+            self._update(clip.gradient_scale, parts[-1].state)
         self._after(clip.skip)
         output = self._output(parts, weights, clip.norm, clip.skip, scale)
         self._account(engine, before, start, middle)
@@ -297,11 +301,15 @@ class Trainer:
             return [1.0] * len(parts)
         return [float(p.weight) / unit for p in parts]
 
-    def _update(self, gradient_scale: float) -> None:
+    def _update(self, gradient_scale: float, new_state: Any) -> None:
+        """The pages and the counters that belong to them change together, or this trainer is at its end."""
         engine = self._ready()
         self._mark_in_use()
         try:
             engine.updater.run(self._rule, self.global_step, gradient_scale)
+            self.state = new_state
+            self.global_step += 1
+            self._skipped_in_a_row = 0
         except BaseException as error:
             self._broken = error
             raise
@@ -316,9 +324,6 @@ class Trainer:
                 f"step {self.global_step + 1} skipped: its gradient is not finite ({self._skipped_in_a_row} in a row)",
                 stacklevel=3,
             )
-        else:
-            self.global_step += 1
-            self._skipped_in_a_row = 0
 
     def _output(self, parts: list[Any], weights: list[float], norm: float, skipped: bool, scale: float) -> StepOutput:
         losses = [float(p.loss) for p in parts]
