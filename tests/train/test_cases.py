@@ -459,6 +459,30 @@ def test_ov05_restore_weights_in_place(tmp_path):
         again(zinf.optim.sgd(0.1), tmp_path)
 
 
+def test_another_run_is_never_destroyed_by_a_resume(tmp_path):
+    """A checkpoint of run A is resumed into the folder of run B: B's pages are its only state."""
+    params = {"a": np.ones(3, np.float32)}
+
+    def make(**kwargs):
+        return trainer(quadratic, params, zinf.optim.adamw(0.1), on("nvme"), **kwargs)
+
+    with make(run_dir=tmp_path / "a") as made:
+        made.step(ones(0.1))
+        saved = made.save(tmp_path / "saved")
+    with make(run_dir=tmp_path / "b") as made:
+        made.step(ones(0.1))
+        made.step(ones(0.2))
+        kept = everything(made)
+    with pytest.raises(zinf.ResumeError, match="another run, at step 2"):
+        make(run_dir=tmp_path / "b", resume=saved)
+    with make(run_dir=tmp_path / "b", resume="auto") as made:
+        made.prepare(ones())
+        assert everything(made) == kept
+    with make(run_dir=tmp_path / "b", resume=saved, overwrite=True) as made:
+        made.prepare(ones())
+        assert made.global_step == 1
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 

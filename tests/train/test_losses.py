@@ -177,6 +177,89 @@ def test_state_of_another_structure_is_refused():
         made.prepare(blocks.batch())
 
 
+@pytest.mark.parametrize("weight", [3, 2.5, jnp.float32(2), np.int32(7)], ids=repr)
+def test_a_constant_weight_counts_nothing(weight):
+    """Equal weights are no weights, whatever a constant looks like in the program."""
+
+    def loss_fn(params, batch):
+        return zinf.Weighted(blocks.loss(params, batch), weight)
+
+    parts = {"gradient_accumulation_steps": 2}
+    with streamed(loss_fn, "nvme", parts) as made, streamed(blocks.loss, "nvme", parts) as plain:
+        for seed in range(2):
+            ours, theirs = made.step(blocks.batch(seed=seed)), plain.step(blocks.batch(seed=seed))
+            np.testing.assert_allclose([ours.loss, ours.grad_norm], [theirs.loss, theirs.grad_norm], rtol=1e-6)
+
+
+def test_a_weight_of_one_micro_batch_does_not_matter():
+    with streamed(token_loss, "nvme") as made, streamed(lambda p, b: token_loss(p, b).loss, "nvme") as plain:
+        batch = uneven(0, (5,))
+        ours, theirs = made.step(batch), plain.step(batch)
+        np.testing.assert_allclose([ours.loss, ours.grad_norm], [theirs.loss, theirs.grad_norm], rtol=1e-6)
+
+
+def test_aux_may_hold_constants_nothing_and_the_batch():
+    def loss_fn(params, batch):
+        return blocks.loss(params, batch), {"three": 3, "none": None, "x": batch["x"], "p": params["block_0"]["bias"]}
+
+    with streamed(loss_fn, "nvme", {"gradient_accumulation_steps": 2}, has_aux=True) as made:
+        aux = made.step(blocks.batch()).aux
+    np.testing.assert_array_equal(aux["three"], [3, 3])
+    assert aux["none"] is None and aux["p"].shape == (2, 120)
+    np.testing.assert_array_equal(aux["x"].reshape(-1), blocks.batch()["x"])
+
+
+@pytest.mark.parametrize(
+    "shape_of",
+    [
+        lambda w: w,
+        lambda w: [w],
+        lambda w: (None, {"x": [w]}),
+        lambda w: {"a": None, "b": (w, None)},
+    ],
+    ids=["array", "list", "nested", "nones"],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_are_any_tree(shape_of, frozen):
+    params = shape_of(np.ones((3, 2), np.float32)), np.ones(4, np.float32)
+    parts = {"frozen_patterns": ["^1$"]} if frozen else {}
+    with trainer(quadratic, params, zinf.optim.sgd(0.1), placed("nvme"), parts) as made:
+        made.step(ones())
+        found = made.params()
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    assert not np.array_equal(jax.tree.leaves(found)[0], np.ones((3, 2)))
+    assert np.array_equal(found[1], np.ones(4)) == frozen
+
+
+@pytest.mark.parametrize("dtype", [np.float64, jnp.bfloat16, np.float16], ids=str)
+def test_without_a_16_bit_section_training_is_fp32(dtype):
+    seen = []
+
+    def loss_fn(params, batch):
+        seen.append(params["w"].dtype)
+        return linear(params, batch)
+
+    with trainer(loss_fn, {"w": np.ones(3, dtype)}, zinf.optim.sgd(2.0**-12), placed("nvme")) as made:
+        made.step(ones())
+        found = made.params()["w"]
+    assert set(map(np.dtype, seen)) == {np.dtype(np.float32)} == {found.dtype}
+    np.testing.assert_array_equal(found, np.float32(1 - 2.0**-12))
+
+
+def test_ck10_shapes_are_whole_whenever_one_looks():
+    """After set-up, after a step, after an evaluation: no leaf of size zero because it was released."""
+    shapes = jax.tree.map(np.shape, jax.eval_shape(lambda k: blocks.init(k, 2), jax.random.key(0)))
+    with streamed(blocks.loss, "nvme") as made:
+        made.prepare(blocks.batch())
+        for act in (
+            lambda: None,
+            lambda: made.step(blocks.batch()),
+            lambda: made.evaluate(blocks.loss, blocks.batch()),
+        ):
+            act()
+            assert jax.tree.map(np.shape, made.params()) == shapes
+
+
 # --- batches -------------------------------------------------------------------------------------------------------
 
 
