@@ -128,6 +128,12 @@ def test_repeated_blocks_get_a_page_each_and_small_neighbours_share_one():
     assert len(merged.pages) == 1, "everything is below min_io_bytes"
 
 
+def test_names_that_read_alike_keep_their_order():
+    leaves = (leaf(0, "m/a1", (5,)), leaf(1, "m/a01", (6,)), leaf(2, "m/a001", (7,)))
+    one = build_layout(leaves, LayoutOptions()).to_json()
+    assert build_layout(permuted(leaves, (2, 0, 1)), LayoutOptions()).to_json() == one
+
+
 def test_stacked_leaves_are_pages_slice_by_slice():
     leaves = (
         leaf(0, "layers/attention/kernel", (4, 40, 40), stack_ndim=1),

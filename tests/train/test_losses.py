@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import aio_ffi
 import zinf_jax as zinf
 from tests.reference import InMemoryTrainer
 from tests.train import blocks
@@ -372,7 +373,9 @@ def test_al02_what_was_handed_out_never_changes(tier):
 
 def test_the_user_s_batch_is_not_kept():
     """A data loader reuses its buffer: a result must not change with it."""
-    buffer = ones(1.0, 4096)
+    page = aio_ffi.Arena(4 * 4096, lock=False).array(0, 4 * 4096).view(np.float32)  # aligned: device_put aliases it
+    page[:] = 1
+    buffer = {"g": page}
 
     def loss_fn(params, batch):
         return linear(params, batch), batch["g"]
