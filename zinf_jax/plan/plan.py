@@ -9,7 +9,7 @@ from zinf_jax.plan.schedule import Phase, Position, Residency, ValueLife
 from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
 from zinf_jax.units import format_bytes
 
-PROCESS_SLACK_BYTES = 32 << 20
+PROCESS_SLACK_BYTES = 48 << 20
 """What a process's own heap grows by while it trains: Python objects, allocator rounding."""
 
 
