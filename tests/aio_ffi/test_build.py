@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -69,7 +70,8 @@ def test_without_the_kernel_header(copy):
 
 def test_without_a_build(copy):
     """The message says what to run."""
-    done = run_in(copy, "-c", "import aio_ffi")
+    # Without `site`: an editable install's import hook would find the extension of the installed checkout.
+    done = run_in(copy, "-S", "-c", "import aio_ffi", PYTHONPATH=sysconfig.get_paths()["purelib"])
     assert "python aio_ffi/_build.py" in done.stderr
 
 
