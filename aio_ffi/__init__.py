@@ -10,6 +10,7 @@
 """
 
 from aio_ffi._arena import Arena
+from aio_ffi._checksum import crc32c, crc32c_variant
 from aio_ffi._engine import Engine
 from aio_ffi._errors import AioError, AioWarning
 from aio_ffi._file import File
@@ -32,6 +33,8 @@ __all__ = [
     "Handle",
     "Probe",
     "Statistics",
+    "crc32c",
+    "crc32c_variant",
     "fs_type",
     "measure",
     "probe",

@@ -22,6 +22,7 @@ import weakref
 
 import numpy as np
 
+from aio_ffi._checksum import check_seed
 from aio_ffi._core import LANE_RINGS, LANE_THREADS, Core, finalize
 from aio_ffi._errors import AioError, AioWarning
 from aio_ffi._file import File, NativeFile, open_descriptors, reserve
@@ -98,18 +99,22 @@ class Engine:
             raise
         return File(native, support, reserved, buffered)
 
-    def read(self, file: File, offset: int, array: np.ndarray) -> Handle:
+    def read(self, file: File, offset: int, array: np.ndarray, *, seed: int | None = None) -> Handle:
         """Starts reading `array.nbytes` bytes at `offset` into a C-contiguous, writable array. Does not block.
+
+        Args:
+          seed: Makes `Handle.checksum`, the CRC32C of the whole array started from this uint32, part of the transfer:
+            the thread that completes it computes it, without the GIL. None: nothing is computed.
 
         Raises:
           AioError: An earlier operation that nobody waited for failed (this one was not started then).
-          ValueError: The array, the offset, or a closed file or engine.
+          ValueError: The array, the offset, the seed, or a closed file or engine.
         """
-        return self._submit(lib.ZAIO_READ, file, offset, array)
+        return self._submit(lib.ZAIO_READ, file, offset, array, seed)
 
-    def write(self, file: File, offset: int, array: np.ndarray) -> Handle:
+    def write(self, file: File, offset: int, array: np.ndarray, *, seed: int | None = None) -> Handle:
         """Starts writing a C-contiguous array at `offset`; its bytes must not change until complete. See `read`."""
-        return self._submit(lib.ZAIO_WRITE, file, offset, array)
+        return self._submit(lib.ZAIO_WRITE, file, offset, array, seed)
 
     def statistics(self) -> Statistics:
         """A snapshot of the counters; after `close`, the last ones."""
@@ -144,7 +149,7 @@ class Engine:
             # The exception on its way is what the user must see; this one goes with it.
             exception.add_note(f"and the I/O engine, on close: {error}")
 
-    def _submit(self, kind: int, file: File, offset: int, array: np.ndarray) -> Handle:
+    def _submit(self, kind: int, file: File, offset: int, array: np.ndarray, seed: int | None) -> Handle:
         core = self._core
         if os.getpid() != core.pid:
             self._check_usable()
@@ -156,6 +161,7 @@ class Engine:
             ) from error
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
+        start = -1 if seed is None else check_seed(seed)
         with core.lock:
             if core.closed:
                 raise ValueError("the I/O engine is closed")
@@ -163,11 +169,12 @@ class Engine:
             if core.failed:
                 core.raise_lost(also_held=False)
             native = file._native
-            if native.closed:
-                file.check_open()
             if native not in core.files:
+                native.check_open()
                 raise ValueError(f"file {file.path} belongs to another engine")
-            request = Request(core, native, kind, offset, buffer, len(buffer))
+            with native.lock:  # a close from another thread comes before or after, never in between
+                native.check_open()
+                request = Request(core, native, kind, offset, buffer, len(buffer), start)
             core.pending.append(request)
         return Handle(request)
 

@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from aio_ffi._errors import AioError
@@ -16,7 +17,11 @@ SLICE_NS = 100_000_000  # a wait in C is cut here, so that Ctrl-C is seen
 
 
 class NativeFile:
-    """Owns the C file and, through it, the two descriptors."""
+    """Owns the C file and, through it, the two descriptors.
+
+    `lock` guards `closed`, `handle` and `num_users`, and is held briefly, except by a `close` that waits. `changed`
+    is its condition: a user left.
+    """
 
     def __init__(self, engine: Any, handle: Any, path: str):
         self._engine = engine  # the C engine must outlive the C file
@@ -24,7 +29,26 @@ class NativeFile:
         self.handle = handle
         self.path = path
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.num_users = 0
         self.closed = False
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[Any]:
+        """Keeps the C file open within the context, without holding the lock. Yields it."""
+        with self.lock:
+            self.check_open()
+            self.num_users += 1
+        try:
+            yield self.handle
+        finally:
+            with self.lock:
+                self.num_users -= 1
+                self.changed.notify_all()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"file {self.path} is closed")
 
     def wait_idle(self) -> None:
         while not lib.zaio_file_wait_idle(self.handle, SLICE_NS):
@@ -33,10 +57,12 @@ class NativeFile:
     def close(self) -> None:
         if self.closed or os.getpid() != self._pid:
             return
-        self.wait_idle()
         with self.lock:
+            while self.num_users:
+                self.changed.wait()
             if self.closed:
                 return
+            self.wait_idle()
             self.closed = True
             rc = lib.zaio_file_free(self.handle)
             self.handle = ffi.NULL
@@ -64,6 +90,7 @@ class File:
         self.alignment = support.alignment
         self.reserved = reserved
         self._sync_error: AioError | None = None
+        self._sync_lock = threading.Lock()  # one fdatasync at a time: of two, the kernel tells one alone of a failure
         self._finalizer = weakref.finalize(self, native.close)
 
     @property
@@ -77,22 +104,32 @@ class File:
             self.check_open()
             return os.fstat(self._fd).st_size
 
-    def sync(self) -> None:
+    def sync(self, *, wait: bool = True) -> None:
         """Waits for this file's transfers in flight, then makes all written bytes durable (fdatasync).
+
+        Blocks its own thread; others may go on submitting, waiting and asking for `num_bytes` meanwhile. Syncs of one
+        file run one after the other. A `close` waits for it.
+
+        Args:
+          wait: False: transfers in flight are not waited for, and whether they become durable is not said. For a
+            caller that has seen its writes complete while others' go on.
 
         A failure is final: the kernel has dropped the pages it could not write and would report success to a second
         attempt. Every later sync of this file raises the same error.
 
         Raises:
           AioError: fdatasync failed, now or earlier.
+          ValueError: The file is closed.
         """
-        with self._native.lock:
-            self.check_open()
-            if self._sync_error is not None:
-                raise self._sync_error
-            self._native.wait_idle()
-            rc = lib.zaio_file_sync(self._native.handle)
-            if rc < 0:
+        with self._native.used() as handle:
+            if wait and self._sync_error is None:
+                self._native.wait_idle()
+            with self._sync_lock:
+                if self._sync_error is not None:
+                    raise self._sync_error
+                rc = lib.zaio_file_sync(handle)
+                if rc == 0:
+                    return
                 self._sync_error = AioError(
                     -rc,
                     f"fdatasync: {os.strerror(-rc)}; what was written since the last sync may be lost, and a retry "
@@ -108,8 +145,7 @@ class File:
         self._native.close()
 
     def check_open(self) -> None:
-        if self._native.closed:
-            raise ValueError(f"file {self.path} is closed")
+        self._native.check_open()
 
     def __enter__(self) -> "File":
         return self

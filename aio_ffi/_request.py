@@ -18,20 +18,35 @@ from aio_ffi._native import ffi, lib
 class Request:
     """A transfer: what it needs alive, and its outcome once known. Referred to by its handle and by the core."""
 
-    __slots__ = ("buffer", "core", "dropped", "error", "file", "kind", "length", "observed", "offset", "op")
+    __slots__ = (
+        "buffer",
+        "core",
+        "dropped",
+        "error",
+        "file",
+        "kind",
+        "length",
+        "observed",
+        "offset",
+        "op",
+        "result",
+        "seed",
+    )
 
-    def __init__(self, core: Any, file: NativeFile, kind: int, offset: int, buffer: Any, length: int):
+    def __init__(self, core: Any, file: NativeFile, kind: int, offset: int, buffer: Any, length: int, seed: int):
         self.core = core  # keeps the C engine, whose mutex a wait needs
         self.file = file
         self.kind = kind
         self.offset = offset
         self.length = length
+        self.seed = seed  # of the checksum; negative: none
         self.buffer: Any = buffer
         self.error: AioError | None = None
+        self.result: Any = None  # C's, once known
         self.dropped = False  # its handle is gone
         self.observed = False  # its outcome was seen by somebody
         out = ffi.new("zaio_op **")
-        rc = lib.zaio_submit(core.engine, file.handle, kind, buffer, length, offset, out)
+        rc = lib.zaio_submit(core.engine, file.handle, kind, buffer, length, offset, seed, out)
         if rc < 0:
             self.buffer = None
             raise self._error(-rc, f"cannot submit: {os.strerror(-rc)}", 0)
@@ -67,6 +82,7 @@ class Request:
         lib.zaio_op_result(self.op, result)
         if (result.error or result.end_of_file) and self.error is None:
             self.error = self._make_error(result)
+        self.result = result
         self.buffer = None
 
     def _make_error(self, result: Any) -> AioError:
@@ -116,6 +132,45 @@ class Handle:
         request.observed = True
         if request.error is not None:
             raise request.error
+
+    @property
+    def start_s(self) -> float:
+        """When it was submitted, on the clock of `time.monotonic` (on Linux also `time.perf_counter`), in seconds.
+
+        Raises:
+          ValueError: It is not complete.
+        """
+        return self._result().start_ns * 1e-9
+
+    @property
+    def done_s(self) -> float:
+        """When its last piece completed, which can be long before anybody waits for it. See `start_s`."""
+        return self._result().done_ns * 1e-9
+
+    @property
+    def checksum(self) -> int:
+        """CRC32C of the whole array, started from the seed that `read` or `write` was given: `crc32c(array, seed)`.
+
+        Raises:
+          ValueError: No seed was given, it is not complete, or it failed.
+        """
+        request = self._request
+        what = f"the {request.operation} of {request.length} bytes at offset {request.offset} of {request.file.path}"
+        if request.seed < 0:
+            raise ValueError(f"{what} has no checksum: pass seed=0 to `Engine.{request.operation}`")
+        result = self._result()
+        if request.error is not None:
+            raise ValueError(f"{what} failed and has no checksum: {request.error}")
+        return result.checksum
+
+    def _result(self) -> Any:
+        request = self._request
+        if not request.done():
+            raise ValueError(
+                f"the {request.operation} of {request.length} bytes at offset {request.offset} of {request.file.path} "
+                "is not complete: wait for it first"
+            )
+        return request.result
 
     def __del__(self) -> None:
         request = getattr(self, "_request", None)

@@ -1,6 +1,7 @@
 """The counters of an engine."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from aio_ffi._native import ffi, lib
@@ -46,6 +47,11 @@ class Statistics:
     queue_depth: int
     num_rings: int
     num_workers: int
+
+    @classmethod
+    def total(cls, several: Sequence["Statistics"]) -> "Statistics":
+        """Of several engines together."""
+        return cls(**{f.name: sum(getattr(s, f.name) for s in several) for f in dataclasses.fields(cls)})
 
     @property
     def num_requests(self) -> int:

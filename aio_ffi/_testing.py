@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
+from aio_ffi._checksum import crc32c_variant
 from aio_ffi._engine import Engine
 from aio_ffi._native import ffi, lib
 
@@ -23,8 +24,10 @@ SITES = {
     "getevents": lib.ZAIO_FAULT_GETEVENTS,
     "sync": lib.ZAIO_FAULT_SYNC,
     "reverse": lib.ZAIO_FAULT_REVERSE,  # completions handled in reverse order
+    "delay": lib.ZAIO_FAULT_DELAY,  # a piece that completed is held back value microseconds: a slow drive
+    "flip": lib.ZAIO_FAULT_FLIP,  # bit number value (modulo its bits) of a completed read piece: a wrong drive
 }
-GATES = {"submit": lib.ZAIO_GATE_SUBMIT, "complete": lib.ZAIO_GATE_COMPLETE}
+GATES = {"submit": lib.ZAIO_GATE_SUBMIT, "complete": lib.ZAIO_GATE_COMPLETE, "sync": lib.ZAIO_GATE_SYNC}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ def inject(engine: Engine, site: str, *, value: int = 0, after: int = 0, times: 
 
 @contextlib.contextmanager
 def closed_gate(engine: Engine, gate: str) -> Iterator[None]:
-    """Within the context nothing passes the gate: "submit" (the queue is not touched), "complete" (no outcome)."""
+    """Within the context nothing passes: "submit" (the queue is not touched), "complete" (no outcome), "sync"."""
     native = engine._core.engine
     lib.zaio_testing_gate(native, GATES[gate], 1)
     try:
@@ -79,6 +82,26 @@ def trace(engine: Engine) -> list[Piece]:
     count = lib.zaio_testing_trace(engine._core.engine, out, 65536)
     kinds = {lib.ZAIO_READ: "read", lib.ZAIO_WRITE: "write"}
     return [Piece(p.worker, kinds[p.kind], p.offset, p.num_bytes) for p in out[0:count]]
+
+
+def crc32c_variants() -> list[str]:
+    """Those that this processor has, "portable" first."""
+    found: list[str] = []
+    while name := lib.zaio_testing_crc32c_name(len(found)):
+        found.append(ffi.string(name).decode())
+    return found
+
+
+@contextlib.contextmanager
+def forced_crc32c(variant: str) -> Iterator[None]:
+    """Within the context this process computes checksums in that way."""
+    names = crc32c_variants()
+    before = names.index(crc32c_variant())
+    lib.zaio_testing_crc32c_use(names.index(variant))
+    try:
+        yield
+    finally:
+        lib.zaio_testing_crc32c_use(before)
 
 
 @contextlib.contextmanager

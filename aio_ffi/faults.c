@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <time.h>
 
 enum { MAX_TRACE = 65536 };
 
@@ -67,6 +68,19 @@ int64_t fault_result(zaio_engine *engine, int site, int64_t result) {
     if (!fault_fires(engine, site, &value)) return result;
     if (value < 0) return value;
     return result > value ? value : result;
+}
+
+/* A slow drive, and one that returns wrong bytes and says that all is well. */
+void fault_complete(zaio_engine *engine, const piece *piece, bool failed) {
+    int64_t value;
+    if (fault_fires(engine, ZAIO_FAULT_DELAY, &value) && value > 0) {
+        struct timespec left = {.tv_sec = value / 1000000, .tv_nsec = value % 1000000 * 1000};
+        while (nanosleep(&left, &left) < 0 && errno == EINTR) {
+        }
+    }
+    if (failed || piece->op->kind != ZAIO_READ || !fault_fires(engine, ZAIO_FAULT_FLIP, &value)) return;
+    uint64_t bit = (uint64_t)value % ((uint64_t)piece->num_bytes * 8);
+    piece->memory[bit / 8] = (char)(piece->memory[bit / 8] ^ 1 << bit % 8);
 }
 
 void zaio_testing_gate(zaio_engine *engine, int gate, int closed) {

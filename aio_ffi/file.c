@@ -24,6 +24,7 @@ int zaio_file_create(zaio_engine *engine, int fd, int fd_buffered, int direct, i
 }
 
 int zaio_file_sync(zaio_file *file) {
+    if (file->engine->faults) fault_gate(file->engine, ZAIO_GATE_SYNC);
     int rc = fdatasync(file->fd_buffered) < 0 ? -errno : 0; /* EINTR included: what was lost cannot be known */
     if (file->engine->faults) rc = (int)fault_result(file->engine, ZAIO_FAULT_SYNC, rc);
     return rc;

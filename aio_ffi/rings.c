@@ -55,6 +55,7 @@ struct ring {
     slot **again; /* to be issued once more: short, EINTR */
     struct iocb **batch;
     struct io_event *events;
+    zaio_op *unsummed; /* stack: all their pieces are in; their checksums wait until the device has work again */
     char *bounce;
 };
 
@@ -89,11 +90,18 @@ static void release(struct ring *ring, slot *slot) {
     ring->recheck = true;
 }
 
+static void finish(struct ring *ring, const piece *piece, int error, bool end_of_file) {
+    zaio_op *op = finish_piece(ring->worker->engine, piece, error, end_of_file);
+    if (!op) return;
+    op->next = ring->unsummed;
+    ring->unsummed = op;
+}
+
 static void finish_slot(struct ring *ring, slot *slot, int error, bool end_of_file) {
     piece *piece = &slot->piece;
     if (piece->mode == PIECE_BOUNCED && piece->op->kind == ZAIO_READ && piece->num_done)
         memcpy(piece->memory, slot->bounce, (size_t)piece->num_done);
-    finish_piece(ring->worker->engine, piece, error, end_of_file);
+    finish(ring, piece, error, end_of_file);
     release(ring, slot);
 }
 
@@ -179,7 +187,7 @@ static void sleep_until_event(struct ring *ring) {
 static void transfer_blocking(struct ring *ring, slot *slot) {
     bool end_of_file = false;
     int error = sync_piece(ring->worker->engine, &slot->piece, &slot->bounce, &end_of_file);
-    finish_piece(ring->worker->engine, &slot->piece, error, end_of_file);
+    finish(ring, &slot->piece, error, end_of_file);
     release(ring, slot);
 }
 
@@ -279,6 +287,13 @@ static void *ring_main(void *arg) {
     struct ring *ring = worker->ring;
     for (;;) {
         fill(ring);
+        if (ring->unsummed) {
+            zaio_op *op = ring->unsummed;
+            ring->unsummed = op->next;
+            finish_checksum(op);
+            if (ring->in_flight) reap(ring); /* one at a time: what completed meanwhile is refilled first */
+            continue;
+        }
         if (!ring->in_flight) {
             pthread_mutex_lock(&engine->mutex);
             bool stop = engine->stopping && !worker->lane->num_waiting;

@@ -91,7 +91,8 @@ static void *worker_main(void *arg) {
         if (!taken) return NULL;
         bool end_of_file = false;
         int error = sync_piece(engine, &piece, &worker->bounce, &end_of_file);
-        finish_piece(engine, &piece, error, end_of_file);
+        zaio_op *unsummed = finish_piece(engine, &piece, error, end_of_file);
+        if (unsummed) finish_checksum(unsummed);
     }
 }
 

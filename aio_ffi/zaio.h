@@ -53,6 +53,9 @@ typedef struct {
     int32_t end_of_file;   /* a read ran past the end */
     int64_t error_offset;  /* where in the file that was */
     int64_t num_done;      /* bytes moved, all pieces together */
+    int64_t start_ns;      /* CLOCK_MONOTONIC, when it was submitted */
+    int64_t done_ns;       /* when its last piece completed */
+    uint32_t checksum;     /* zaio_crc32c of the buffer, if asked for and nothing failed; else 0 */
 } zaio_result;
 
 enum { ZAIO_READ = 0, ZAIO_WRITE = 1 };
@@ -76,12 +79,17 @@ int zaio_file_free(zaio_file *file);                          /* closes both; EB
 int zaio_reserve(int fd, int64_t num_bytes);                  /* fallocate; EOPNOTSUPP where the fs has none; blocks */
 int zaio_dio_align(int fd, int64_t *mem_align, int64_t *offset_align); /* what statx says; ENOTSUP: says nothing */
 
+/* seed: of the checksum of the buffer that is made once all pieces are in, before the op is done; negative: none. */
 int zaio_submit(zaio_engine *engine, zaio_file *file, int kind, char *buffer, int64_t num_bytes, int64_t offset,
-                zaio_op **out);
+                int64_t seed, zaio_op **out);
 int zaio_op_done(zaio_op *op);
 int zaio_op_wait(zaio_op *op, int64_t timeout_ns); /* 1 done, 0 timed out; negative timeout: forever; blocks */
 void zaio_op_result(zaio_op *op, zaio_result *out);
 void zaio_op_free(zaio_op *op);
+
+/* CRC32C. Of nothing it is the seed; zaio_crc32c(zaio_crc32c(0, a), b) is that of a followed by b. */
+uint32_t zaio_crc32c(uint32_t seed, const char *data, int64_t num_bytes);
+const char *zaio_crc32c_variant(void); /* what this machine uses: see checksum.c */
 
 /* Arena: anonymous memory of exactly num_bytes, its base on a huge page boundary. Flags tell what the kernel granted. */
 enum { ZAIO_ARENA_HUGE = 1, ZAIO_ARENA_DONTFORK = 2 };
@@ -99,15 +107,19 @@ enum {
     ZAIO_FAULT_GETEVENTS = 4,  /* io_getevents returns value */
     ZAIO_FAULT_SYNC = 5,       /* fdatasync returns value */
     ZAIO_FAULT_REVERSE = 6,    /* completions are handled in reverse order */
-    ZAIO_NUM_FAULTS = 7
+    ZAIO_FAULT_DELAY = 7,      /* a piece that completed is held back value microseconds, in its completion thread */
+    ZAIO_FAULT_FLIP = 8,       /* bit number value, modulo its bits, of a read piece that completed is inverted */
+    ZAIO_NUM_FAULTS = 9
 };
-enum { ZAIO_GATE_SUBMIT = 0, ZAIO_GATE_COMPLETE = 1 };
+enum { ZAIO_GATE_SUBMIT = 0, ZAIO_GATE_COMPLETE = 1, ZAIO_GATE_SYNC = 2 };
 typedef struct { int32_t worker, kind; int64_t offset, num_bytes; } zaio_trace;
 int zaio_testing_fault(zaio_engine *engine, int site, int64_t after, int64_t times, int64_t value);
 void zaio_testing_gate(zaio_engine *engine, int gate, int closed);
 int64_t zaio_testing_gate_waiters(zaio_engine *engine, int gate);
 int64_t zaio_testing_trace(zaio_engine *engine, zaio_trace *out, int64_t capacity);
 void zaio_testing_setup_error(int error, int times); /* the next io_setup calls of this process fail */
+const char *zaio_testing_crc32c_name(int index); /* of the variants that this processor has; NULL: no more */
+void zaio_testing_crc32c_use(int index); /* by the whole process */
 /* cdef end */
 
 #endif

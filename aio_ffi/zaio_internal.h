@@ -21,9 +21,10 @@ enum { LANE_RINGS = 0, LANE_THREADS = 1, NUM_LANES = 2, MAX_WORKERS = 64 /* bits
 struct zaio_op {
     zaio_engine *engine;
     zaio_file *file;
-    zaio_op *next, *prev; /* in its lane's queue while pieces of it are not issued yet */
+    zaio_op *next, *prev; /* in its lane's queue while pieces of it are not issued yet; next: then a ring's `unsummed` */
     char *buffer;
     int64_t num_bytes, offset;
+    int64_t seed;       /* of its checksum; negative: none */
     int64_t num_issued; /* bytes handed to workers */
     int32_t num_pieces; /* handed out, not finished */
     int32_t kind;
@@ -79,8 +80,8 @@ typedef struct {
 
 typedef struct {
     fault table[ZAIO_NUM_FAULTS];
-    bool closed[2];
-    int64_t num_at_gate[2];
+    bool closed[3];
+    int64_t num_at_gate[3];
     pthread_cond_t opened;
     zaio_trace *trace;
     int64_t num_traced;
@@ -105,7 +106,9 @@ static inline void count(int64_t *counter) { __atomic_add_fetch(counter, 1, __AT
 /* engine.c */
 int64_t now_ns(void);
 bool take_piece(zaio_engine *engine, worker *worker, piece *out);   /* caller holds the mutex */
-void finish_piece(zaio_engine *engine, const piece *piece, int error, bool end_of_file);
+/* Returns the op if all its pieces are in and its checksum is due: the caller then owes it finish_checksum. */
+zaio_op *finish_piece(zaio_engine *engine, const piece *piece, int error, bool end_of_file);
+void finish_checksum(zaio_op *op); /* reads the whole buffer */
 int start_thread(worker *worker, void *(*main)(void *));
 void *bounce_alloc(zaio_engine *engine);
 
@@ -125,6 +128,7 @@ int64_t fault_result(zaio_engine *engine, int site, int64_t result);
 bool fault_fires(zaio_engine *engine, int site, int64_t *value);
 void fault_gate(zaio_engine *engine, int gate);
 bool fault_gated(zaio_engine *engine); /* the submit gate is closed; caller holds the mutex */
+void fault_complete(zaio_engine *engine, const piece *piece, bool failed); /* delay, flip */
 void fault_trace(zaio_engine *engine, const worker *worker, const piece *piece);
 void faults_free(zaio_engine *engine);
 int fault_setup(void);

@@ -37,17 +37,21 @@ static void check(int condition, const char *what) {
     exit(1);
 }
 
-static void finish(zaio_op *op) {
+static void finish(zaio_op *op, const char *memory, int64_t length) {
     zaio_result result;
     check(zaio_op_wait(op, -1) == 1, "wait");
     zaio_op_result(op, &result);
+    check(result.start_ns > 0 && result.done_ns >= result.start_ns, "times");
     check(!result.error && !result.end_of_file, "a transfer failed");
+    check(result.checksum == zaio_crc32c((uint32_t)length, memory, length), "checksum");
     zaio_op_free(op);
 }
 
 /* Writes a region in pieces of random length, all in flight at once, then reads it back in other pieces. */
 static void pass(job *job, char *written, char *found, int kind) {
     zaio_op *ops[BATCH];
+    char *memories[BATCH];
+    int64_t lengths[BATCH];
     int n = 0;
     int64_t at = 0;
     while (at < REGION) {
@@ -55,14 +59,16 @@ static void pass(job *job, char *written, char *found, int kind) {
         if (length > REGION - at) length = REGION - at;
         char *memory = (kind == ZAIO_WRITE ? written : found) + at;
         if (n == BATCH) {
-            for (int i = 0; i < n; i++) finish(ops[i]);
+            for (int i = 0; i < n; i++) finish(ops[i], memories[i], lengths[i]);
             n = 0;
         }
-        int rc = zaio_submit(job->engine, job->file, kind, memory, length, job->base + at, &ops[n++]);
+        int rc = zaio_submit(job->engine, job->file, kind, memory, length, job->base + at, length, &ops[n]);
+        memories[n] = memory;
+        lengths[n++] = length;
         check(rc == 0, "submit");
         at += length;
     }
-    for (int i = 0; i < n; i++) finish(ops[i]);
+    for (int i = 0; i < n; i++) finish(ops[i], memories[i], lengths[i]);
 }
 
 static void *work(void *arg) {

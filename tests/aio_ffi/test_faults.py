@@ -199,6 +199,47 @@ def test_a_failed_sync_is_final(engine, arena, path):
             file.sync()  # the kernel would say yes now
 
 
+def test_a_slow_drive(engine, arena, path):
+    """Each piece is held back, so a transfer lasts at least that long, and its bytes are the same."""
+    written, found = fill(arena.array(0, 4 * BLOCK)), arena.array(4 << 20, 4 * BLOCK)
+    with engine.open(path) as file:
+        engine.write(file, 0, written).wait()
+        with _testing.inject(engine, "delay", value=30_000, after=1, times=2):
+            handles = [engine.read(file, i * BLOCK, found[i * BLOCK : (i + 1) * BLOCK]) for i in range(4)]
+            aio_ffi.wait_all(handles)
+        # A ring's completions queue up behind one that is held back; the threads lane holds back two.
+        assert sum(handle.done_s - handle.start_s >= 0.03 for handle in handles) >= 2
+        assert max(handle.done_s - handle.start_s for handle in handles) < 30
+    np.testing.assert_array_equal(found, written)
+
+
+def test_a_delay_fires_by_number(engine, arena, path):
+    with engine.open(path) as file:
+        with _testing.inject(engine, "delay", value=10_000_000, after=1, times=1):
+            handle = engine.write(file, 0, arena.array(0, BLOCK))
+            handle.wait()
+    assert handle.done_s - handle.start_s < 10
+
+
+@pytest.mark.parametrize("skew", [0, 1])
+@pytest.mark.parametrize("bit", [0, 12_345, BLOCK * 8 + 3])
+def test_a_drive_that_returns_a_wrong_bit(engine, arena, path, skew, bit):
+    """Of one piece; nothing but the checksum tells. Writes do not count as calls of the site."""
+    written, found = fill(arena.array(0, 4 * BLOCK)), arena.array((4 << 20) + skew, 4 * BLOCK)
+    with engine.open(path) as file:
+        with _testing.inject(engine, "flip", value=bit, after=2, times=1):
+            engine.write(file, 0, written).wait()
+            handle = engine.read(file, 0, found, seed=0)
+            handle.wait()
+        wrong = np.flatnonzero(found != written)
+        assert wrong.size == 1
+        assert wrong[0] % BLOCK == bit % (BLOCK * 8) // 8
+        assert found[wrong[0]] ^ written[wrong[0]] == 1 << bit % 8
+        assert handle.checksum == aio_ffi.crc32c(found) != aio_ffi.crc32c(written)
+        engine.read(file, 0, found).wait()
+    np.testing.assert_array_equal(found, written)
+
+
 def test_wait_all_waits_for_all(engine, arena, path):
     with engine.open(path, num_bytes=SIZE) as file:
         with _testing.inject(engine, "write", value=-errno.EIO, times=2):

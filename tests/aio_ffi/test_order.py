@@ -115,3 +115,28 @@ def test_submission_is_cheap(make_engine, arena, path):
                 costs.append(time.perf_counter() - start)
         aio_ffi.wait_all([first, *handles])
     assert statistics.median(costs) < 50e-6
+
+
+def test_timings_are_on_the_clock_of_python(engine, arena, path):
+    """From the submit to the last piece: not to the wait, which comes later."""
+    with engine.open(path, num_bytes=4 * BLOCK) as file:
+        before = time.monotonic()
+        with _testing.closed_gate(engine, "submit"):
+            handle = engine.write(file, 0, arena.array(0, 4 * BLOCK))
+            for name in ("start_s", "done_s"):
+                with pytest.raises(ValueError, match=r"write of 262144 bytes at offset 0 .* is not complete"):
+                    getattr(handle, name)
+            opened = time.monotonic()
+        while not handle.done():
+            pass
+        after = time.monotonic()
+        handle.wait()
+        assert before <= handle.start_s <= opened <= handle.done_s <= after
+        assert abs(handle.done_s - time.perf_counter()) < 60
+        empty = engine.write(file, 0, arena.array(0, 0))
+        assert after <= empty.start_s <= empty.done_s
+        with _testing.inject(engine, "write", value=-errno.EIO, times=1):
+            failed = engine.write(file, 0, arena.array(0, BLOCK))
+            with pytest.raises(aio_ffi.AioError):
+                failed.wait()
+        assert after <= failed.start_s <= failed.done_s
