@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 import aio_ffi
+from zinf_jax.machine import cgroup_memory_limit
 from zinf_jax.optim import kernels
 from zinf_jax.units import format_bytes
 
@@ -94,26 +95,6 @@ def _memlock() -> Fact:
     small = hard != resource.RLIM_INFINITY and hard < _SMALL_MEMLOCK
     advice = "an arena above this is not locked (it works, but can be paged out): raise `ulimit -l`" if small else ""
     return Fact("memory", "memlock soft / hard", shown, advice)
-
-
-def cgroup_memory_limit() -> int | None:
-    """Bytes that the cgroup of this process allows, the least along its path; None without a limit."""
-    limits = []
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        root, name = (Path("/sys/fs/cgroup"), "memory.max") if not controllers else (None, "")
-        if "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        if root is None:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            value = next(iter(_lines(folder / name)), "max").strip()
-            if value.isdigit() and int(value) < 1 << 60:
-                limits.append(int(value))
-            if folder == root:
-                break
-    return min(limits, default=None)
 
 
 def kernel_aio() -> list[Fact]:
