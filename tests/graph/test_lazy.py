@@ -108,6 +108,77 @@ def test_equal_layers_share_programs() -> None:
     assert num_programs(2) == num_programs(24) == 2  # two kernels; zeros and ones need no program
 
 
+def _loop_over_keys(key: jax.Array, depth: int) -> Any:
+    return {f"b{i}": jax.random.normal(k, (8, 16)) for i, k in enumerate(jax.random.split(key, depth))}
+
+
+def _two_keys_a_layer(key: jax.Array, depth: int) -> Any:
+    keys = jax.random.split(key, 2 * depth)
+    return {f"b{i}": [jax.random.normal(keys[2 * i], (8, 16)), jax.random.uniform(keys[2 * i + 1], (5,))]
+            for i in range(depth)}  # fmt: skip
+
+
+def _every_other_key(key: jax.Array, depth: int) -> Any:
+    return {f"b{i}": jax.random.normal(jax.random.split(key, 2 * depth)[1::2][i], (8, 16)) for i in range(depth)}
+
+
+def _chained(key: jax.Array, depth: int) -> Any:
+    made = {}
+    for i in range(depth):
+        key, own = jax.random.split(key)
+        made[f"b{i}"] = jax.random.normal(own, (8, 16))
+    return made
+
+
+def _rows_of_one_array(key: jax.Array, depth: int) -> Any:
+    rows = jax.random.normal(key, (depth, 8, 16)) * 0.1
+    return {f"b{i}": rows[i] for i in range(depth)}
+
+
+def _parts_of_one_product(key: jax.Array, depth: int) -> Any:
+    made = jax.random.normal(key, (4 * depth, 8)) @ jnp.ones((8, 8))
+    return {f"b{i}": made[4 * i : 4 * i + 4] for i in range(depth)}
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    "init",
+    [_loop_over_keys, _two_keys_a_layer, _every_other_key, _chained, _rows_of_one_array, _parts_of_one_product],
+    ids=lambda init: init.__name__,
+)
+def test_what_is_compiled_does_not_grow_with_the_number_of_layers(
+    init: Callable[..., Any], raw: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither programs nor what evaluates keys: a slice at each place was a program of 1.6 MB per layer."""
+    key = jax.random.key_data(KEY) if raw else KEY
+
+    def num_compiled(depth: int) -> tuple[int, int]:
+        whole = functools.partial(init, depth=depth)
+        check(whole, key=key)  # the bits; and what is compiled once per depth for keys of that number
+        params = lazy(whole, key)
+        leaves = table(params.abstract)
+        made = initializer(params, leaves)
+        caplog.clear()
+        with jax.log_compiles():
+            made.make([piece for leaf in leaves for piece in leaf.pieces])
+        compiled = [r for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
+        return len(made._programs), len(compiled)  # type: ignore[attr-defined]
+
+    few, many = num_compiled(3), num_compiled(24)
+    assert few == many
+    assert 0 < few[0] <= 2 and few[1] <= few[0]
+
+
+def test_a_slice_of_what_cannot_be_sliced_is_no_reason_to_make_a_stack_whole() -> None:
+    """The 6 x 6 matrix of each layer is made whole to take 4 rows of it, as the init function says."""
+
+    def make(key: jax.Array) -> jax.Array:
+        return (jax.random.normal(key, (6, 6)) @ jnp.ones((6, 6)))[:4]
+
+    made = check(lambda key: {"w": jax.lax.map(make, jax.random.split(key, 5))}, stacked)
+    assert made.warnings == () and not made.whole_leaves
+
+
 # ------------------------------------------------------------------------------------------------- slices of stacks
 
 

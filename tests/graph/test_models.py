@@ -15,7 +15,8 @@ from zinf_jax.graph.types import UnitGraph
 from zinf_jax.leaves import Leaf, LeafKind, classify
 
 # What the quick suite leaves to the slow one: other members of a family that it has.
-_SLOW = {"linen_resnet", "stax_convnet", "hf_roberta", "hf_bart", "hf_clip", "hf_vit", "hf_llama", "linen_lstm"}
+_SLOW = {"linen_resnet", "stax_convnet", "hf_roberta", "hf_bart", "hf_clip", "hf_vit", "hf_llama", "linen_lstm",
+         "hf_whisper", "haiku_layer_stack", "nnx_scan", "hf_t5", "equinox_mlp"}  # fmt: skip
 _NAMES = [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ()) for name in MODELS]
 # Programs of a few equal layers and what stands before and behind them.
 _MAX_PROGRAMS = {"linen_resnet": 5}

@@ -165,7 +165,7 @@ class Writer:
             where: list[Any] = [slice(None)] * len(sizes)
             for dim, start, size in sel:
                 where[dim] = start if size is None else slice(start, start + size)
-            return Known(value.value[tuple(where)], value.literal)
+            return Known(_part(value.value, tuple(where)), value.literal)
         self.largest_indexed = max(self.largest_indexed, num_bytes(value))
         dims = tuple(dim for dim, _, _ in sel)
         shape = sel_shape(value.shape, sel)
@@ -290,6 +290,14 @@ class Writer:
 
 def _bind(eqn: Eqn, *values: Any) -> list[Any]:
     return _jaxpr.bind(eqn, values)
+
+
+def _part(value: Any, where: tuple[Any, ...]) -> Any:
+    """A part of an array or of an array of keys, taken on the host: JAX would compile a program for each place."""
+    if is_key(value):
+        data = np.asarray(jax.random.key_data(value))
+        return jax.random.wrap_key_data(data[where], impl=jax.random.key_impl(value))
+    return np.asarray(value)[where]
 
 
 def compile_program(run: Callable[..., Any], operands: Sequence[Any]) -> Any:

@@ -47,6 +47,14 @@ def whole_rule(writer: "Writer", ref: Out) -> Pull:
         return (yield branch[position], ())
     if isinstance(node, _slice_control.Carry):
         return (yield from _slice_control.carry_rule(writer, node, position))
+    if node.name == "slice":
+        # A part of its operand, not an equation of its own: layers that differ in the place only share a program then,
+        # and nothing is made to be thrown away.
+        indexed = writer.largest_indexed
+        part = yield from _slice(writer, node, position, ())
+        writer.largest_indexed = indexed  # what the init function itself makes whole is no failure to slice
+        if part is not None:
+            return part
     alone = node.name in _SINGLE and len(node.outs) > 1
     if alone:
         node, position = node.single(position)

@@ -1,4 +1,4 @@
-"""Cuts a function of parameters into a linear sequence of units (DESIGN 3.1)."""
+"""Cuts a function of parameters into a linear sequence of units."""
 
 import itertools
 import math
