@@ -1,6 +1,6 @@
 """The slow, obviously right trainer that everything is compared with: in memory, plain JAX + optax, no paging.
 
-It has the interface of `zinf_jax.Trainer` (DESIGN section 4) as far as numbers go, and shares no code with it except
+It has the interface of `zinf_jax.Trainer` as far as numbers go, and shares no code with it except
 `Weighted` and the leaf table. The definitions that the two must agree on:
 
 * A step splits dim 0 of the batch into `num_micro_batches` equal parts, in order.

@@ -17,7 +17,7 @@ EXACT = {"xla_allow_excess_precision": False}
 
 
 def split_master(master: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """DESIGN 7, word by word."""
+    """Rounds to nearest, ties up, so that 16 bits hold the remainder; NaNs become 0x7fc00000 first."""
     bits = np.where(np.isnan(master), np.uint32(0x7FC00000), master.view(np.uint32)).astype(np.int64)
     high = (bits + 0x8000) >> 16
     return high.astype(np.uint16).view(BF16), (bits - (high << 16)).astype(np.int16)

@@ -1,6 +1,6 @@
 """A decoder-only Flax transformer, plain enough to read in one sitting; nothing in it knows that it will be streamed.
 
-Pre-norm blocks of RMSNorm, causal attention and a GELU MLP, learned positions, no biases (DESIGN section 8).
+Pre-norm blocks of RMSNorm, causal attention and a GELU MLP, learned positions, no biases, an untied output head.
 
 Weights may be stored in any dtype (the trainer hands them over in bf16 or fp16 where the config says so); every product
 is done in `matmul_dtype`, to which the weight is cast first: a CPU without bf16 units multiplies bf16 many times slower
@@ -75,7 +75,8 @@ SIZES: dict[str, DecoderConfig] = {
     "5.1b": DecoderConfig(dim=3584, num_layers=32, num_heads=28),
     "6.7b": DecoderConfig(dim=4096, num_layers=32, num_heads=32),
 }
-"""Named sizes. "25m" has 27.4M parameters with its vocabulary of 8192; the others are DESIGN section 8's and larger."""
+"""Named sizes. "25m" has 27.4M parameters with its vocabulary of 8192; the larger ones are named by their parameters
+with a vocabulary of 16384. The step benchmark compares 50m to 1.3b."""
 
 
 def _init(stddev: float = 0.02) -> Any:

@@ -244,9 +244,10 @@ class GenericBoundRule(BoundRule):
             if _analysis.is_elementwise(block, shape):
                 function, argument = _analysis.at_size(block, master.size), master.reshape(-1)
             else:
-                function, argument = _compile(block), master.reshape(shape)
-            value = _on_cpu(function, [argument] * len(inputs))[0]
-            results.append(np.array(value).astype(np.float32).reshape(master.shape))
+                # A scalar comes with the padding of its row, whose slots mean nothing.
+                function, argument = _compile(block), master.reshape(shape) if shape else master.reshape(-1)[0]
+            value = np.array(_on_cpu(function, [argument] * len(inputs))[0]).astype(np.float32)
+            results.append(value.reshape(master.shape) if shape else np.full(master.shape, value.reshape(-1)[0]))
         return results
 
     def _initial_state(self) -> dict[int, Any]:
