@@ -25,6 +25,10 @@ class StoreError(ZinfError, OSError):
     """I/O on pages failed: names operation, page, file, offset, length and errno."""
 
 
+class CorruptionError(StoreError):
+    """Bytes that were read are not those that were written: names page, file, offset, step, expected and found."""
+
+
 class OwnerError(ZinfError, RuntimeError):
     """The run directory belongs to another live run, or to a dead one that was not asked to be taken over."""
 

@@ -51,6 +51,11 @@ class FrameArena:
     def register(self, client: Any) -> str | None:
         """Registers the arena for DMA with an accelerator's client, so that copies run without staging.
 
+        On CUDA the runtime has a pool of pinned memory of its own, capped at 64 GB (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB).
+        State never lives there, so no plan has to know the cap: registered memory is read in place, and what is not
+        registered (the arena where this fails, numpy's memory that gradients and residuals come back to) is staged
+        through the pool one transfer at a time, of less than 1 GiB; larger ones go without.
+
         Returns:
           None, or why it could not be done: copies then go through the runtime's own staging buffers.
         """

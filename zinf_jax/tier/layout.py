@@ -90,6 +90,10 @@ class Page:
         return self.num_elements * self.dtype.itemsize
 
     @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
     def trainable(self) -> bool:
         return self.kind is LeafKind.TRAINABLE
 
@@ -148,7 +152,7 @@ class Layout:
                     raise ConfigError(f"the stored run has a parameter {name!r} that this model lacks")
                 leaf = by_name[name]
                 found.add(name)
-                _check_like(leaf, stored)
+                check_like(leaf, stored)
                 segments.append(Segment(Piece(leaf.index, piece_index), offset, shard_size, size))
             num_tp, num_ranks, row_size = stored["shape"]
             pages.append(
@@ -355,7 +359,7 @@ def _page(
     return Page(index, name, first.dtype, first.kind, num_tp, num_ranks, row_size, tuple(segments))
 
 
-def _check_like(leaf: Leaf, stored: Mapping[str, Any]) -> None:
+def check_like(leaf: Leaf, stored: Mapping[str, Any]) -> None:
     """Raises ConfigError: the leaf is not what a stored page holds."""
     if stored["kind"] != leaf.kind.value:
         raise ConfigError(

@@ -1,169 +1,326 @@
-"""The NVMe tier: page bytes in a few large files, read and written with offsets that the layout gives.
+"""The NVMe tier: chunks of pages in page files, each version checked against its checksum on every read.
 
-One file per kind of state (weights, optimizer, gradients, residuals), reserved at the start so that a disk that is
-too small fails before the first step. Every completion is compared with its request by the engine below; here the
-error learns which page it was about.
+Which bank a chunk's newest bytes are in, and with which checksum, is the `Versions`' business; where that is on which
+drive, the `PageFiles`'. The checksum (CRC32C) starts from kind, chunk and version, so that neither another chunk's
+bytes nor an older version's (a write that was lost) can pass as good.
 
-Guarantees: `read` and `write` only start a transfer; the array is in use until `wait` of the returned `PendingIO`
-returns. Any thread may wait; only the main thread starts transfers.
+Guarantees:
+  * `read_*` and `write_*` only start a transfer; the array is in use until `wait` of the returned `PendingIO` returns.
+    Only the main thread starts transfers and waits.
+  * `wait` of a read returns only if the bytes are those that were written; `wait` of a write makes them the chunk's
+    newest version.
 """
 
-import contextlib
-import os
+import functools
 import pathlib
-import shutil
-from collections.abc import Mapping
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 import aio_ffi
-from zinf_jax.errors import StoreError
-from zinf_jax.units import format_bytes
+from zinf_jax.errors import CorruptionError, StoreError
+from zinf_jax.tier.extents import KindExtents
+from zinf_jax.tier.files import PageFiles
+from zinf_jax.tier.versions import NOWHERE, Table, Versions
+
+
+def chunk_seed(kind: str, index: int, version: int) -> int:
+    """What a chunk's checksum starts from."""
+    return aio_ffi.crc32c(struct.pack("<IQ", index, version), _kind_seed(kind))
+
+
+@functools.cache
+def _kind_seed(kind: str) -> int:
+    return aio_ffi.crc32c(kind.encode())
+
+
+class _Part:
+    """One extent's transfer."""
+
+    __slots__ = ("after", "expected", "handle")
+
+    def __init__(self, handle: "aio_ffi.Handle", expected: int | None, after: Callable[[int], None] | None, /) -> None:
+        self.handle = handle
+        self.expected = expected
+        self.after = after
 
 
 class PendingIO:
-    """A transfer that was started. `what` names it for people: "write of optimizer of page block_3"."""
+    """A transfer that was started. `what` names it for people: "write of optimizer of page block_3".
 
-    __slots__ = ("_handle", "what")
+    `observer` is told once, when it was waited for and had not failed.
+    """
 
-    def __init__(self, handle: "aio_ffi.Handle", what: str) -> None:
-        self._handle = handle
+    __slots__ = (
+        "_describe", "_observer", "_parts", "_submitted_s", "_where", "kind", "num_bytes", "operation", "page", "what",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        parts: list[_Part],
+        what: str,
+        about: tuple[str, str, str, int],
+        describe: Callable[[int, int], CorruptionError],
+        where: Callable[[int], str],
+        observer: "Callable[[PendingIO], None] | None",
+    ) -> None:
+        self._parts = parts
+        self._describe = describe
+        self._where = where
+        self._observer = observer
+        self._submitted_s = time.perf_counter()
         self.what = what
+        self.operation, self.kind, self.page, self.num_bytes = about
+
+    def times(self) -> tuple[float, float, bool]:
+        """Start and end in seconds of `time.perf_counter()`, and whether the engine measured them: else until now."""
+        if not self._parts or not self.done():
+            return self._submitted_s, time.perf_counter(), False
+        handles = [part.handle for part in self._parts]
+        return min(h.start_s for h in handles), max(h.done_s for h in handles), True
 
     def done(self) -> bool:
-        return self._handle.done()
+        return all(part.handle.done() for part in self._parts)
 
     def wait(self) -> None:
-        """Blocks until the transfer is complete.
+        """Blocks until the transfer is complete, also where a part of it failed. Calling it again is harmless.
 
         Raises:
+          CorruptionError: the bytes that were read are not those that were written.
           StoreError: the transfer failed or moved fewer bytes than asked.
         """
-        try:
-            self._handle.wait()
-        except aio_ffi.AioError as error:
-            raise StoreError(error.errno, f"{self.what}: {error.strerror or error}", error.filename) from error
+        first: StoreError | None = None
+        for number, part in enumerate(self._parts):  # all of them, since the array is in use until the last is complete
+            try:
+                part.handle.wait()
+            except aio_ffi.AioError as error:
+                if first is None:
+                    text = f"{self.what}{self._where(number)}: {error.strerror or error}"
+                    first = StoreError(error.errno, text, error.filename)
+                    first.__cause__ = error
+                continue
+            found = part.handle.checksum
+            if part.expected is not None and found != part.expected:
+                first = first or self._describe(number, found)
+            elif part.after is not None:
+                part.after(found)
+                part.after = None
+        if first is not None:
+            raise first
+        if self._observer is not None:
+            self._observer(self)
+            self._observer = None
 
 
 class PageStore:
-    """Files of page bytes in one directory.
+    """Chunks of one run, in versions.
 
     Args:
-      directory: Created with mode 0700 where it is missing.
-      sizes: Bytes to reserve per kind; a kind of size 0 has no file.
-      options: The I/O engine's.
-      reuse: Open what is there instead of creating it.
-      sparse: Kinds whose file is not reserved but grows (state that lives in memory and is written only at close).
+      paths: Directories of the page files.
+      extents: Per kind.
+      banks: Versions that have room, per kind; 1: changed in place.
+      options, reuse, sparse, make_engine: See `PageFiles`.
 
-    Raises:
-      StoreError: the disk has no room, with how much is needed and free; or a file to reuse is missing or too short.
+    Attributes:
+      versions: The tables.
+      step: What new versions are numbered by.
     """
 
     def __init__(
         self,
-        directory: pathlib.Path,
-        sizes: Mapping[str, int],
+        paths: Sequence[pathlib.Path],
+        extents: Mapping[str, KindExtents],
+        banks: Mapping[str, int],
         options: aio_ffi.EngineOptions,
         *,
-        reuse: bool = False,
+        reuse: Mapping[str, int] | None = None,
         sparse: frozenset[str] = frozenset(),
+        make_engine: Callable[[aio_ffi.EngineOptions], aio_ffi.Engine] = aio_ffi.Engine,
     ) -> None:
-        self.directory = pathlib.Path(directory)
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._engine = aio_ffi.Engine(options)
-        self._files: dict[str, aio_ffi.File] = {}
-        self.sizes = dict(sizes)
-        try:
-            if not reuse:
-                self._check_room({k: n for k, n in sizes.items() if k not in sparse})
-            for kind, num_bytes in sizes.items():
-                if num_bytes:
-                    self._files[kind] = self._open(kind, num_bytes, reuse=reuse, sparse=kind in sparse)
-        except BaseException:
-            self.close()
-            raise
+        self.files = PageFiles(
+            paths, extents, banks, options, reuse=reuse, sparse=sparse, make_engine=make_engine
+        )  # fmt: skip
+        self.extents = dict(extents)
+        self.versions = Versions({kind: len(e.places) for kind, e in extents.items()}, banks)
+        self.step = 0
+        self.before_write: Callable[[str], None] = lambda kind: None
+        self.observer: Callable[[PendingIO], None] | None = None  # of transfers that are started from now on
 
-    def _open(self, kind: str, num_bytes: int, *, reuse: bool, sparse: bool) -> "aio_ffi.File":
-        path = self.directory / f"{kind}.pages"
-        if reuse and path.exists() and not sparse and path.stat().st_size < num_bytes:
-            raise StoreError(
-                0, f"{kind} pages are cut short: {path.stat().st_size} bytes, expected {num_bytes}", str(path)
-            )
-        try:
-            reserve = None if sparse else num_bytes
-            return self._engine.open(str(path), num_bytes=reserve, create=True)
-        except OSError as error:
-            free = shutil.disk_usage(self.directory).free
-            raise StoreError(
-                error.errno,
-                f"cannot reserve {format_bytes(num_bytes)} for {kind} pages ({format_bytes(free)} free): {error}",
-                str(path),
-            ) from error
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of one version, per kind."""
+        return {kind: e.num_bytes for kind, e in self.extents.items()}
 
-    def _check_room(self, sizes: Mapping[str, int]) -> None:
-        there = sum(
-            (self.directory / f"{kind}.pages").stat().st_blocks * 512
-            for kind in sizes
-            if (self.directory / f"{kind}.pages").exists()
-        )
-        needed, free = sum(sizes.values()) - there, shutil.disk_usage(self.directory).free
-        if needed > free:
-            table = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in sizes.items() if n)
-            raise StoreError(
-                28,
-                f"the run needs {format_bytes(needed)} more on the disk of {self.directory}, {format_bytes(free)} are "
-                f"free ({table}): free some, choose another nvme_path, or keep a kind of state on the host",
-                str(self.directory),
-            )
+    # --- reading ------------------------------------------------------------------------------------------------
 
-    def read(self, kind: str, offset: int, array: np.ndarray, page: str) -> PendingIO:
-        """Starts filling `array` (uint8) from `offset` of the kind's file.
+    def read_page(self, kind: str, page: int, array: np.ndarray, name: str) -> PendingIO:
+        """Starts filling `array` (uint8) with a page's newest version."""
+        return self._start("read", kind, self.extents[kind].chunks_of(page), array, name)
 
-        Raises:
-          StoreError: an earlier transfer, which nobody waited for, had failed.
-        """
-        return self._start("read", kind, offset, array, page)
+    def read_chunk(self, kind: str, page: int, number: int, array: np.ndarray, name: str) -> PendingIO:
+        """Starts filling `array` (uint8) with the newest version of a page's chunk number `number`."""
+        return self._start("read", kind, [self.extents[kind].first[page] + number], array, name)
 
-    def write(self, kind: str, offset: int, array: np.ndarray, page: str) -> PendingIO:
-        """Starts writing `array` (uint8) at `offset` of the kind's file. Raises as `read` does."""
-        return self._start("write", kind, offset, array, page)
+    # --- writing ------------------------------------------------------------------------------------------------
 
-    def _start(self, operation: str, kind: str, offset: int, array: np.ndarray, page: str) -> PendingIO:
-        file = self._files[kind]
-        assert offset + array.nbytes <= self.sizes[kind], (kind, offset, array.nbytes, self.sizes[kind])
-        what = f"{operation} of {kind} of page {page!r} at offset {offset}, {array.nbytes} bytes"
-        try:
-            return PendingIO(getattr(self._engine, operation)(file, offset, array), what)
-        except aio_ffi.AioError as error:  # of an earlier transfer that nobody waited for, or no room in the queue
-            raise StoreError(error.errno, f"before the {what}: {error.strerror or error}", error.filename) from error
+    def write_page(self, kind: str, page: int, array: np.ndarray, name: str) -> PendingIO:
+        """Starts writing a new version of all chunks of a page."""
+        return self._start("write", kind, self.extents[kind].chunks_of(page), array, name)
 
-    def sync(self) -> None:
-        """Makes all completed writes durable.
+    def write_chunk(self, kind: str, page: int, number: int, array: np.ndarray, name: str) -> PendingIO:
+        """Starts writing a new version of a chunk."""
+        return self._start("write", kind, [self.extents[kind].first[page] + number], array, name)
 
-        Raises:
-          StoreError: it failed. Fatal: a second attempt would report success without the bytes.
-        """
-        for kind, file in self._files.items():
+    def _start(self, operation: str, kind: str, chunks: Iterable[int], array: np.ndarray, name: str) -> PendingIO:
+        chunks = list(chunks)
+        what = f"{operation} of {kind} of page {name!r}, {array.nbytes} bytes"
+        if operation == "write":
+            self.before_write(kind)
+        table, offset = self.versions.working[kind], 0
+        parts: list[_Part] = []
+        banks: list[tuple[int, int, int]] = []
+        for index in chunks:
+            place = self.extents[kind].places[index]
+            data = array[offset : offset + place.num_bytes]
+            offset += place.num_bytes
+            if operation == "write":
+                bank, version = self.versions.target(kind, index), self.step
+                after, expected = self._recorder(kind, index, bank, version), None
+            else:
+                bank, version = int(table.bank[index]), int(table.version[index])
+                after, expected = None, int(table.checksum[index])
+                assert bank != NOWHERE, f"chunk {index} of {kind} of page {name!r} was never written"
             try:
-                file.sync()
+                handle = self.files.start(operation, kind, place, bank, data, chunk_seed(kind, index, version))
+            except aio_ffi.AioError as error:  # of an earlier transfer that nobody waited for, or no room in the queue
+                self._abandon(parts)
+                raise StoreError(
+                    error.errno, f"before the {what}: {error.strerror or error}", error.filename
+                ) from error
+            parts.append(_Part(handle, expected, after))
+            banks.append((index, bank, version))
+        assert offset == array.nbytes, (what, offset)
+
+        def describe(number: int, found: int) -> CorruptionError:
+            index, bank, version = banks[number]
+            return self._corruption(kind, index, bank, version, parts[number].expected or 0, found, name)
+
+        def where(number: int) -> str:
+            index, bank, _ = banks[number]
+            place = self.extents[kind].places[index]
+            return f" ({place.num_bytes} at offset {self.files.position(kind, place, bank)[1]})"
+
+        return PendingIO(parts, what, (operation, kind, name, array.nbytes), describe, where, self.observer)
+
+    def _abandon(self, parts: list[_Part]) -> None:
+        for part in parts:
+            try:
+                part.handle.wait()
+            except aio_ffi.AioError:
+                continue
+
+    def _recorder(self, kind: str, index: int, bank: int, version: int) -> Callable[[int], None]:
+        return lambda checksum: self.versions.record(kind, index, bank, checksum, version)
+
+    def _corruption(
+        self, kind: str, index: int, bank: int, version: int, expected: int, found: int, name: str
+    ) -> CorruptionError:
+        place = self.extents[kind].places[index]
+        file, offset = self.files.position(kind, place, bank)
+        return CorruptionError(
+            f"{kind} of page {name!r} is not what was written: {place.num_bytes} bytes at offset {offset} of {file}, "
+            f"written in step {version}, have checksum {found:08x}, expected {expected:08x}. Nothing was trained on "
+            "them. Resume with integrity.fallback: true to go back to the newest step that is whole, or from a "
+            "checkpoint; check the drive"
+        )
+
+    # --- whole states -------------------------------------------------------------------------------------------
+
+    def verify(
+        self, kind: str, tables: Table, buffer: np.ndarray, names: Callable[[int], str],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[CorruptionError]:  # fmt: skip
+        """Reads every chunk of a kind as `tables` say and compares checksums.
+
+        Args:
+          kind: Which.
+          tables: Banks, checksums, versions.
+          buffer: uint8, at least as large as the largest chunk; split to read several at once.
+          names: Name of a chunk's page.
+          progress: Called with the bytes of each chunk that was read.
+
+        Returns:
+          What is wrong, in order of chunks.
+
+        Raises:
+          StoreError: an earlier transfer that nobody waited for had failed.
+        """
+        places = self.extents[kind].places
+        wrong: list[CorruptionError] = []
+        slot = max((place.num_bytes for place in places), default=1)
+        width = max(1, buffer.nbytes // slot)
+        pending: list[tuple[int, aio_ffi.Handle]] = []
+
+        def finish() -> None:
+            index, handle = pending.pop(0)
+            bank, version = int(tables.bank[index]), int(tables.version[index])
+            try:
+                handle.wait()
             except aio_ffi.AioError as error:
-                raise StoreError(error.errno, f"sync of {kind} pages: {error.strerror or error}", file.path) from error
+                file, offset = self.files.position(kind, places[index], bank)
+                wrong.append(
+                    CorruptionError(
+                        f"{kind} of page {names(index)!r} cannot be read at offset {offset} of {file}: {error}"
+                    )
+                )
+            else:
+                if handle.checksum != int(tables.checksum[index]):
+                    wrong.append(
+                        self._corruption(
+                            kind, index, bank, version, int(tables.checksum[index]), handle.checksum, names(index)
+                        )
+                    )
+            if progress is not None:
+                progress(places[index].num_bytes)
+
+        for number, index in enumerate(i for i in range(len(places)) if tables.bank[i] != NOWHERE):
+            if len(pending) == width:
+                finish()
+            at = number % width * slot
+            data = buffer[at : at + places[index].num_bytes]
+            seed = chunk_seed(kind, index, int(tables.version[index]))
+            try:
+                handle = self.files.start("read", kind, places[index], int(tables.bank[index]), data, seed)
+            except aio_ffi.AioError as error:
+                while pending:
+                    finish()
+                raise StoreError(
+                    error.errno, f"before the read of {kind}: {error.strerror or error}", error.filename
+                ) from error
+            pending.append((index, handle))
+        while pending:
+            finish()
+        return wrong
+
+    def sync(self, kinds: Sequence[str]) -> None:
+        """Makes completed writes durable; see `PageFiles.sync`."""
+        self.files.sync(kinds)
+
+    def grow(self, num_banks: int, kinds: Sequence[str]) -> None:
+        """Makes room for more versions. Raises StoreError: there is none; nothing changed."""
+        wanted = {kind: max(num_banks, self.versions.num_banks[kind]) for kind in kinds}
+        self.files.grow(wanted)
+        self.versions.num_banks |= wanted
 
     def statistics(self) -> "aio_ffi.Statistics":
-        return self._engine.statistics()
+        """Of all paths together."""
+        return aio_ffi.Statistics.total([engine.statistics() for engine in self.files.engines])
 
     def close(self) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(aio_ffi.AioError):
-                file.close()
-        self._files.clear()
-        self._engine.close()
+        self.files.close()
 
     def delete(self) -> None:
-        """Closes and removes the files that this class makes, and the directory if nothing else is in it."""
-        self.close()
-        for kind in self.sizes:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.directory / f"{kind}.pages")
-        with contextlib.suppress(OSError):
-            self.directory.rmdir()
+        """Closes and removes the files, and the directories if nothing else is in them."""
+        self.files.delete()
