@@ -9,7 +9,7 @@ from zinf_jax.plan.schedule import Phase, Position, Residency, ValueLife
 from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
 from zinf_jax.units import format_bytes
 
-PROCESS_SLACK_BYTES = 48 << 20
+PROCESS_SLACK_BYTES = 64 << 20
 """What a process's own heap grows by while it trains: Python objects, allocator rounding."""
 
 
@@ -42,7 +42,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes moved to and from NVMe per step, and times; a time is None where its rate was not measured."""
+    """Bytes moved to and from NVMe per step (the update's apart too), and times; None where a rate was not measured."""
 
     read_bytes: int
     write_bytes: int
@@ -51,12 +51,17 @@ class Prediction:
     update_io_s: float | None
     update_host_s: float | None
     flops: int
+    overlaps: bool = False
+    update_read_bytes: int = 0
+    update_write_bytes: int = 0
 
     @property
     def step_s(self) -> float | None:
-        """Passes and update one after the other, each as slow as its slowest resource."""
+        """Passes and update one after the other or, where they overlap, together: as slow as the slowest resource."""
         if self.compute_s is None or self.update_host_s is None:
             return None
+        if self.overlaps:
+            return max(self.compute_s + self.update_host_s, (self.pass_io_s or 0.0) + (self.update_io_s or 0.0))
         return max(self.compute_s, self.pass_io_s or 0.0) + max(self.update_io_s or 0.0, self.update_host_s)
 
 
@@ -71,6 +76,7 @@ class Plan:
       spans: Frames of everything that is streamed during the passes.
       resident: Arena offset of each (kind, page) that stays there.
       host_residuals: Arena offset of each (value, micro-batch of its group) that waits in host memory.
+      stream_offset, stream_bytes: Where the passes' frames lie.
       chunks, chunk_elements, chunk_frame_bytes, num_chunk_frames, update_offset: The update.
       arena_bytes: All host memory of the run.
       device_bytes: Planned peak of values, programs and pages on the device.
@@ -90,6 +96,8 @@ class Plan:
     spans: tuple[Span, ...] = dataclasses.field(repr=False)
     resident: Mapping[tuple[str, int], int] = dataclasses.field(repr=False)
     host_residuals: Mapping[tuple[int, int], int] = dataclasses.field(repr=False)
+    stream_offset: int
+    stream_bytes: int
     chunks: tuple[Chunk, ...] = dataclasses.field(repr=False)
     chunk_elements: int
     chunk_frame_bytes: int
@@ -112,6 +120,33 @@ class Plan:
         """Of the process: what it held before, the arena, and on a CPU the device's memory too."""
         device = self.device_bytes if self.hardware.aliases else 0
         return self.base_rss_bytes + PROCESS_SLACK_BYTES + self.host_bytes + device
+
+    @property
+    def overlaps(self) -> bool:
+        """Does the update share the time of the passes?"""
+        return self.options.update_overlap != "none"
+
+    @cached_property
+    def chunks_of(self) -> Mapping[int, tuple[Chunk, ...]]:
+        """Trained page -> its chunks."""
+        result: dict[int, tuple[Chunk, ...]] = {}
+        for chunk in self.chunks:
+            result[chunk.page] = (*result.get(chunk.page, ()), chunk)
+        return result
+
+    @cached_property
+    def first_uses(self) -> Mapping[int, int]:
+        """Page -> the first position that reads it."""
+        result: dict[int, int] = {}
+        for position in self.positions:
+            for page in self.shape.units[position.unit].pages:
+                result.setdefault(page, position.index)
+        return result
+
+    @cached_property
+    def last_uses(self) -> Mapping[int, int]:
+        """Page -> the last position that reads it."""
+        return {page: p.index for p in self.positions for page in self.shape.units[p.unit].pages}
 
     @cached_property
     def fetches(self) -> Mapping[int, tuple[Span, ...]]:

@@ -76,11 +76,11 @@ def plan_evaluation(shape: StepShape, training: Plan) -> Plan:
     positions = schedule.positions_of(shape)
     lives = schedule.value_lives(shape, positions)
     streamed = [i for i, t in enumerate(training.tiers) if t.weights is Tier.NVME]
-    base = training.update_offset
-    room = training.arena_bytes - base
+    base = training.stream_offset
+    room = training.stream_bytes if training.overlaps else training.arena_bytes - base
     residencies: tuple[Residency, ...] = ()
     for lookahead in range(training.options.lookahead, -1, -1):
-        options = dataclasses.replace(training.options, lookahead=lookahead)
+        options = dataclasses.replace(training.options, lookahead=lookahead, update_hold=0)
         residencies = schedule.weight_residencies(shape, positions, options, pages=streamed, capacity=0)
         offsets, needed = schedule.pack(residencies)
         if needed <= room:
@@ -142,7 +142,8 @@ class _Builder:
         num_frames = min(self.options.num_chunk_frames, max(len(chunks), 1))
         update_bytes = frame_bytes * num_frames
         host_residuals, residual_offsets = self._host_residuals(spilled, resident)
-        fixed = resident + host_residuals
+        overlaps = self.options.update_overlap != "none"
+        fixed = resident + host_residuals + (update_bytes if overlaps else 0)
         weights = schedule.weight_residencies(shape, self.positions, self.options, pages=streamed, capacity=0)
         room = host_budget - fixed - schedule.peak_load(others)
         if self.hardware.cache_pages and room > schedule.peak_load(weights):
@@ -151,14 +152,16 @@ class _Builder:
         offsets, stream_bytes = schedule.pack(residencies)
         base = resident + host_residuals
         spans = tuple(Span(r, base + offsets[i]) for i, r in enumerate(residencies))
-        arena = base + max(stream_bytes, update_bytes)
+        update_offset = base + stream_bytes if overlaps else base
+        arena = max(base + stream_bytes, update_offset + update_bytes)
         kept = {i: p.gradient_bytes for i, p in enumerate(shape.pages) if tiers[i].gradients is Tier.DEVICE}
         device = self.device_peak(frozenset(spilled), kept) + self._device_pages(tiers)
         return Plan(
             shape=shape, options=self.options, hardware=self.hardware, tiers=tiers, spilled=dict(spilled),
             positions=self.positions, lives=self.lives, spans=spans, resident=resident_spans,
             host_residuals=residual_offsets, chunks=chunks, chunk_elements=self.chunk_elements,
-            chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=base, arena_bytes=arena,
+            stream_offset=base, stream_bytes=stream_bytes,
+            chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=update_offset, arena_bytes=arena,
             device_bytes=device, base_rss_bytes=self.base_rss_bytes,
             scratch_bytes=self.update_bytes,
             items=self._items(tiers, host_residuals, stream_bytes, update_bytes, device, weights, others),
@@ -243,7 +246,12 @@ class _Builder:
                     getattr(p, attribute) for p, t in zip(pages, tiers, strict=True) if getattr(t, kind) == tier
                 )
                 if total:
-                    items.append(BudgetItem(tier, kind, total, "resident"))
+                    note, versions = "resident", self.options.num_versions
+                    if tier is Tier.NVME and kind != "gradients" and versions > 1:
+                        note = f"{versions} versions: {format_bytes(versions * total)}"
+                    elif tier is not Tier.NVME and kind != "gradients" and self.options.write_through:
+                        note = f"resident; written through to {versions} versions on nvme"
+                    items.append(BudgetItem(tier, kind, total, note))
                 if total and tier is Tier.DEVICE and kind != "gradients":
                     items.append(BudgetItem(Tier.HOST, f"mirror of {kind}", total, "the update works on it"))
         items.append(BudgetItem(Tier.HOST, "leaves updated whole", self.update_bytes, "no fused kernel"))
@@ -251,7 +259,9 @@ class _Builder:
         loads = (format_bytes(schedule.peak_load(weights)), format_bytes(schedule.peak_load(others)))
         streams = f"weights {loads[0]}, other {loads[1]}"
         items.append(BudgetItem(Tier.HOST, "frames of the passes", stream_bytes, streams))
-        chunk_note = f"{self.options.num_chunk_frames} chunks; shares the passes' place"
+        chunk_note = f"{self.options.num_chunk_frames} chunks"
+        if self.options.update_overlap == "none":
+            chunk_note += "; shares the passes' place"
         items.append(BudgetItem(Tier.HOST, "frames of the update", update_bytes, chunk_note))
         items.append(BudgetItem(Tier.DEVICE, "values and programs", device, "activations, temporaries, outputs"))
         return tuple(item for item in items if item.num_bytes)
@@ -273,8 +283,10 @@ class _Builder:
                 write += page.gradient_bytes
                 update_read += page.gradient_bytes
             moved = (tier.weights is Tier.NVME) * page.weights_bytes + (tier.optimizer is Tier.NVME) * page.record_bytes
+            update_write += page.weights_bytes + page.record_bytes if self.options.write_through else moved
+            if self.options.update_overlap in ("next_forward", "auto"):  # the update meets the weights in their frame
+                moved -= (tier.weights is Tier.NVME) * page.weights_bytes
             update_read += moved
-            update_write += moved
             touched += 2 * page.weights_bytes + 2 * page.record_bytes + page.gradient_bytes
         flops = sum(
             self.shape.units[p.unit].flops * self.shape.group_sizes[p.group] * _PASSES[p.phase] for p in self.positions
@@ -288,6 +300,9 @@ class _Builder:
             update_io_s=_seconds(update_read + update_write, hardware.mixed_gbps or hardware.read_gbps),
             update_host_s=_seconds(touched, hardware.update_gbps),
             flops=flops,
+            overlaps=self.options.update_overlap != "none",
+            update_read_bytes=update_read,
+            update_write_bytes=update_write,
         )
 
 
@@ -306,7 +321,7 @@ def _check(plan: Plan, hardware: Hardware, options: StreamOptions, placement: Pl
             advice.append(f"lower chunk_bytes ({format_bytes(options.chunk_bytes)}) or num_chunk_frames")
         kind = biggest.kind.removeprefix("mirror of ")
         if kind in ("weights", "optimizer", "gradients", "residuals"):
-            advice.append(f"put {kind} on nvme")
+            advice.append(placement.advice(kind))
         problems.append(
             f"needs {format_bytes(plan.host_bytes)} of host frames, host_memory is "
             f"{format_bytes(hardware.host_memory)} (largest: {biggest.kind}, {format_bytes(biggest.num_bytes)}): "

@@ -93,7 +93,7 @@ def weight_residencies(
                 uses[page].append(position.index)
     runs: list[list[int]] = []  # [page, first use, last use]
     gaps: list[tuple[int, int]] = []  # (length, index of the run before it)
-    hold = options.max_in_flight
+    hold = options.max_in_flight + options.update_hold
     for page, at in sorted(uses.items()):
         for number, use in enumerate(at):
             if number and use - options.lookahead <= at[number - 1] + hold:
@@ -143,7 +143,8 @@ def _keep_gaps(
     kept: set[int] = set()
     for _, before in sorted(gaps):
         page, _, last = runs[before]
-        start, end = last + options.max_in_flight, runs[before + 1][1] - options.lookahead
+        start = last + options.max_in_flight + options.update_hold
+        end = runs[before + 1][1] - options.lookahead
         num_bytes = shape.pages[page].weights_bytes
         if capacity is None or max(load[start:end], default=0) + num_bytes <= capacity:
             kept.add(before)

@@ -110,6 +110,9 @@ class Hardware:
     update_gbps: float | None = None
 
 
+UPDATE_OVERLAPS = ("none", "backward", "next_forward", "auto")
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
     """How far ahead transfers run.
@@ -120,6 +123,14 @@ class StreamOptions:
       chunk_bytes: Optimizer record bytes that are read, updated and written as one.
       num_chunk_frames: Chunks that have a frame at the same time (reading, updating, writing). 1 is synchronous.
       micro_batches_per_group: 0 for all in one group (layer-major).
+      update_overlap: When the update runs: "none" (after backward), "backward" (a page's chunks as soon as its gradient
+        is complete, where that can be undone), "next_forward" (just before the page is next needed), or "auto" (the
+        latter two by how often the norm undoes the former). Without "none" the update's frames have a place of their
+        own.
+      num_versions: Extents per chunk on NVMe. With more than one a commit is possible.
+      write_through: State that lives on the device or host is written to NVMe too when it changes, so that a commit
+        holds it.
+      update_hold: Positions by which a page's frame is kept after its last use, for the update that works in it.
       chunk_elements: Elements per chunk instead of `chunk_bytes`: a stored run's records are in chunks of a given size.
     """
 
@@ -128,6 +139,10 @@ class StreamOptions:
     chunk_bytes: int = 16 << 20
     num_chunk_frames: int = 4
     micro_batches_per_group: int = 0
+    update_overlap: str = "none"
+    num_versions: int = 1
+    write_through: bool = False
+    update_hold: int = 0
     chunk_elements: int | None = None
 
     def __post_init__(self) -> None:
@@ -139,5 +154,9 @@ class StreamOptions:
             raise ConfigError(f"chunk_bytes must be positive, got {self.chunk_bytes}")
         if self.num_chunk_frames < 1:
             raise ConfigError(f"num_chunk_frames must be at least 1, got {self.num_chunk_frames}")
+        if self.update_overlap not in UPDATE_OVERLAPS:
+            raise ConfigError(
+                f"update_overlap must be one of {', '.join(UPDATE_OVERLAPS)}, got {self.update_overlap!r}"
+            )
         if self.micro_batches_per_group < 0:
             raise ConfigError(f"micro_batches_per_group must be 0 (all) or more, got {self.micro_batches_per_group}")
