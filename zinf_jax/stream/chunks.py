@@ -1,18 +1,16 @@
 """Chunks of pages on their way to and from the host: the one way in which weights and records are read and written.
 
 Guarantees:
-  * `start` gives views: into the frame of a slot for what is on NVMe (and reads it), into the resident place otherwise.
+  * `start` gives views: into the frame of a slot for what is on NVMe (and reads it), into the resident place otherwise,
+    or into a frame in which the pager holds the page.
   * A resident page's handle is dropped before its bytes can change.
   * A slot's frame is in use from `start` until the transfers of its last `write` were waited for.
-Used by the update, the initialisation and checkpoints, one at a time, never during the passes.
 """
-
-from collections.abc import Mapping
 
 import numpy as np
 
 from zinf_jax.plan import Chunk, Plan, Tier
-from zinf_jax.stream.gradients import GRADIENTS, GradientCollector
+from zinf_jax.stream.gradients import GRADIENTS, Collected
 from zinf_jax.stream.pager import WEIGHTS, Pager
 from zinf_jax.stream.records import RecordFormat
 from zinf_jax.stream.stats import Counters
@@ -37,6 +35,9 @@ class ChunkFrame:
         self.weights = self.record = np.empty(0, np.uint8)
         self.gradient: np.ndarray | None = None
 
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self.pending)
+
 
 class ChunkIO:
     """Reads and writes chunks of one run.
@@ -44,8 +45,7 @@ class ChunkIO:
     Args:
       layout, plan, record: Sizes and places.
       gradient_dtype: Of the collected gradients.
-      arena, store, pager, gradients: Where bytes are.
-      offsets: Per kind, of each page in the store's files.
+      arena, store, pager: Where bytes are.
       counters: Told about stalls.
     """
 
@@ -56,10 +56,8 @@ class ChunkIO:
         record: RecordFormat,
         gradient_dtype: np.dtype,
         arena: FrameArena,
-        store: PageStore | None,
+        store: PageStore,
         pager: Pager,
-        gradients: GradientCollector,
-        offsets: Mapping[str, Mapping[int, int]],
         counters: Counters,
     ) -> None:
         self._layout = layout
@@ -69,28 +67,47 @@ class ChunkIO:
         self._arena = arena
         self._store = store
         self._pager = pager
-        self._gradients = gradients
-        self._offsets = offsets
         self._counters = counters
 
     @property
     def num_frames(self) -> int:
         return self._plan.num_chunk_frames
 
-    def start(self, chunk: Chunk, slot: int, *, gradients: bool, read: bool = True) -> ChunkFrame:
+    def number(self, chunk: Chunk) -> int:
+        """Which of its page's chunks it is."""
+        return chunk.start // self._plan.chunk_elements
+
+    def start(
+        self, chunk: Chunk, slot: int, *, gradients: Collected | None, read: bool = True, held: bool = False
+    ) -> ChunkFrame:
         """Finds what a chunk needs in memory, or starts reading it into the slot's frame.
 
         Args:
           chunk: Which.
           slot: 0 <= slot < num_frames, free.
-          gradients: Bring the gradient too.
+          gradients: Bring the gradient too, from there.
           read: False: leave the frame's bytes as they are, the caller fills them.
+          held: The weights are in the pager's frame, or on their way there: they are changed in place.
         """
         frame = ChunkFrame()
+        try:
+            self._fill(frame, chunk, slot, gradients, read, held)
+        except BaseException:
+            self.abandon(frame)
+            raise
+        return frame
+
+    def _fill(
+        self, frame: ChunkFrame, chunk: Chunk, slot: int, gradients: Collected | None, read: bool, held: bool
+    ) -> None:
         page, tiers = self._layout.pages[chunk.page], self._plan.tiers[chunk.page]
         item, used = page.dtype.itemsize, 0
         resident = self._pager.resident_frame(chunk.page)
-        if resident is not None:
+        if held:
+            whole, arriving = self._pager.held_frame(chunk.page)
+            frame.weights = whole[chunk.start * item : chunk.stop * item]
+            frame.pending += arriving
+        elif resident is not None:
             self._pager.invalidate(chunk.page)
             frame.weights = resident[chunk.start * item : chunk.stop * item]
         else:
@@ -101,14 +118,13 @@ class ChunkIO:
         elif item:
             base = self._plan.resident[(OPTIMIZER, chunk.page)]
             frame.record = self._arena.view(FrameSpan(base + chunk.start * item, (chunk.stop - chunk.start) * item))
-        if gradients and tiers.gradients is Tier.NVME:
-            there = any(self._gradients.covers(s.piece) for s in page.segments)
+        if gradients is not None and tiers.gradients is Tier.NVME:
+            there = any(gradients.covers(s.piece) for s in page.segments)
             data, used = self._place(frame, slot, GRADIENTS, chunk, self._gradient_dtype.itemsize, used, there)
             frame.gradient = data.view(self._gradient_dtype)
-        elif gradients and tiers.gradients is Tier.HOST:
-            rows = self._gradients.resident_rows(page)
+        elif gradients is not None and tiers.gradients is Tier.HOST:
+            rows = gradients.resident_rows(page)
             frame.gradient = None if rows is None else rows[chunk.start : chunk.stop]
-        return frame
 
     def _place(
         self, frame: ChunkFrame, slot: int, kind: str, chunk: Chunk, item: int, used: int, read: bool
@@ -118,40 +134,37 @@ class ChunkIO:
         span = FrameSpan(self._plan.update_offset + slot * self._plan.chunk_frame_bytes, self._plan.chunk_frame_bytes)
         target = self._arena.view(span.part(used, num_bytes))
         if read:
-            assert self._store is not None
-            offset = self._offsets[kind][chunk.page] + chunk.start * item
-            frame.pending.append(self._store.read(kind, offset, target, self._layout.pages[chunk.page].name))
+            name = self._layout.pages[chunk.page].name
+            frame.pending.append(self._store.read_chunk(kind, chunk.page, self.number(chunk), target, name))
         return target, used + num_bytes
 
-    def wait(self, frame: ChunkFrame | None, stall: str) -> None:
+    def wait(self, frame: ChunkFrame, stall: str) -> None:
         """Waits for a frame's transfers and counts what that took as `stall`."""
-        if frame is None:
-            return
         pending, frame.pending = frame.pending, []
         for transfer in pending:
             if transfer.done():
                 transfer.wait()
             else:
-                with self._counters.timed(stall):
+                with self._counters.timed(stall, transfer):
                     transfer.wait()
 
-    def abandon(self, frame: ChunkFrame | None) -> None:
+    def abandon(self, frame: ChunkFrame) -> None:
         """After an error: waits for a frame's transfers, whose own errors are not the first."""
-        for transfer in frame.pending if frame is not None else ():
+        for transfer in frame.pending:
             try:
                 transfer.wait()
             except OSError:
                 continue
+        frame.pending = []
 
     def write(self, chunk: Chunk, frame: ChunkFrame) -> None:
-        """Starts writing back what is on NVMe."""
+        """Starts writing a chunk's new version: what is on NVMe, and all of it where commits hold everything."""
         page, tiers = self._layout.pages[chunk.page], self._plan.tiers[chunk.page]
         record_item = self._record.itemsize if page.trainable else 0
         for kind, tier, data, item in (
             (WEIGHTS, tiers.weights, frame.weights, page.dtype.itemsize),
             (OPTIMIZER, tiers.optimizer, frame.record, record_item),
         ):
-            if tier is Tier.NVME and item:
-                assert self._store is not None
-                offset = self._offsets[kind][chunk.page] + chunk.start * item
-                frame.pending.append(self._store.write(kind, offset, data, page.name))
+            if item and (tier is Tier.NVME or self._plan.options.write_through):
+                number = self.number(chunk)
+                frame.pending.append(self._store.write_chunk(kind, chunk.page, number, data, page.name))

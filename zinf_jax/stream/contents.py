@@ -13,8 +13,8 @@ from zinf_jax.leaves import Leaf, LeafKind, Piece
 from zinf_jax.optim import kernels
 from zinf_jax.plan import Chunk, Plan
 from zinf_jax.stream.chunks import ChunkFrame, ChunkIO
+from zinf_jax.stream.pipeline import stream_chunks
 from zinf_jax.stream.records import RecordFormat, ranges_of
-from zinf_jax.stream.updates import stream_chunks
 from zinf_jax.tier import Layout, Page, Segment, from_rows, to_rows
 
 
@@ -70,7 +70,7 @@ class Contents:
             def fill(chunk: Chunk, frame: ChunkFrame, page: Page = page, rows: list[np.ndarray] = rows) -> None:
                 self._fill(page, rows, chunk, frame)
 
-            stream_chunks(self.chunks_of(page), self._io, fill, gradients=False, read=False)
+            stream_chunks(self.chunks_of(page), self._io, fill, read=False)
             if progress is not None:
                 progress(page.index + 1, len(self._layout.pages))
 
@@ -141,7 +141,7 @@ class Contents:
             else:
                 out[:] = masters
 
-        stream_chunks(self.chunks_of(page), self._io, read, gradients=False, write=False)
+        stream_chunks(self.chunks_of(page), self._io, read, write=False)
         rows = flat.reshape(page.shape)
         for segment in page.segments:
             leaf = self._layout.leaves[segment.piece.leaf]
@@ -167,4 +167,4 @@ class Contents:
             def one(chunk: Chunk, frame: ChunkFrame, page: Page = page) -> None:
                 see(page, chunk, frame)
 
-            stream_chunks(self.chunks_of(page), self._io, one, gradients=False, read=read, write=write)
+            stream_chunks(self.chunks_of(page), self._io, one, read=read, write=write)

@@ -8,15 +8,15 @@ import dataclasses
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 import aio_ffi
 from zinf_jax.graph.types import UnitGraph, ValueId
+from zinf_jax.machine import available_host_bytes
 from zinf_jax.plan import (
-    BYTES_OF,
     Hardware,
     PageShape,
     PlacementOptions,
@@ -27,21 +27,35 @@ from zinf_jax.plan import (
     UnitShape,
     make_plan,
 )
-from zinf_jax.stream.chunks import ChunkIO
+from zinf_jax.stream.chunks import OPTIMIZER, ChunkIO
+from zinf_jax.stream.commit import Committer
 from zinf_jax.stream.contents import Contents, InitSlots
 from zinf_jax.stream.executor import Executor
 from zinf_jax.stream.generic_updates import GenericUpdater
-from zinf_jax.stream.gradients import GRADIENTS, GradientCollector
+from zinf_jax.stream.gradients import GRADIENTS, Collected, GradientCollector
+from zinf_jax.stream.overlap import OverlappedUpdates
 from zinf_jax.stream.pager import WEIGHTS, Pager
+from zinf_jax.stream.pipeline import ChunkPipeline, Compute
 from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, can_turn
 from zinf_jax.stream.records import RecordFormat
-from zinf_jax.stream.residuals import RESIDUALS, ResidualStore, residual_slots
+from zinf_jax.stream.residuals import RESIDUALS, ResidualStore
 from zinf_jax.stream.stats import Counters, return_freed_memory, rss_bytes
-from zinf_jax.stream.updates import Updater
-from zinf_jax.tier import FrameArena, FrameSpan, Layout, LayoutOptions, PageStore, Topology, build_layout
-from zinf_jax.units import ceil_to
+from zinf_jax.stream.trace import Lane
+from zinf_jax.stream.updates import FusedUpdate
+from zinf_jax.tier import (
+    CommitLog,
+    FrameArena,
+    FrameSpan,
+    KindExtents,
+    Layout,
+    LayoutOptions,
+    PageStore,
+    Topology,
+    build_layout,
+)
 
-SECTOR = 4096
+VERSIONED = (WEIGHTS, OPTIMIZER)
+"""Kinds of state that belong to a step; gradients and residuals are never valid after a crash."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,23 +193,6 @@ def hardware_of(topology: Topology, options: EngineOptions) -> Hardware:
     )
 
 
-def available_host_bytes() -> int:
-    """MemAvailable, or what the cgroup still allows if that is less."""
-    available = 1 << 40
-    with open("/proc/meminfo") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit, used = pathlib.Path("/sys/fs/cgroup/memory.max"), pathlib.Path("/sys/fs/cgroup/memory.current")
-    try:
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, max(0, int(text) - int(used.read_text())))
-    except (OSError, ValueError):
-        pass
-    return available
-
-
 @dataclasses.dataclass(frozen=True)
 class StepSetup:
     """Everything about a training step that is known before memory or disk is touched.
@@ -237,8 +234,10 @@ class StreamEngine:
     Args:
       setup: The step.
       init_slots: Initial values of the optimizer's slots.
-      directory: For the files of the NVMe tier.
-      reuse: The files are there already and hold the state.
+      paths: Directories for the files of the NVMe tier, one per drive.
+      shares: Relative bandwidth of each.
+      reuse: The files are there already and hold the state, in so many banks; 0: they are made.
+      num_versions: Extents per chunk; None: as planned. Retained steps need more.
 
     Raises:
       PlanError: the budgets are too small.
@@ -246,7 +245,14 @@ class StreamEngine:
     """
 
     def __init__(
-        self, setup: StepSetup, init_slots: InitSlots, directory: pathlib.Path, *, reuse: bool = False
+        self,
+        setup: StepSetup,
+        init_slots: InitSlots,
+        paths: Sequence[pathlib.Path],
+        *,
+        shares: Sequence[float] = (1.0,),
+        reuse: int = 0,
+        num_versions: int | None = None,
     ) -> None:
         self.program, self.layout, self.topology = setup.program, setup.layout, setup.topology
         self.record, self.options = setup.record, setup.options
@@ -256,13 +262,44 @@ class StreamEngine:
         self.arena = FrameArena(self.plan.arena_bytes, lock=self.options.lock)
         if not self.topology.aliases and (reason := self.arena.register(self.topology.mesh.local_devices[0].client)):
             warnings.warn(reason, stacklevel=2)
-        self.offsets, sizes, sparse = _file_layout(self.plan)
+        self.shares = tuple(shares)
         try:
-            self.store = PageStore(directory, sizes, self.options.aio, reuse=reuse, sparse=sparse)
+            self.store = self._make_store(setup, paths, reuse, num_versions or self.plan.options.num_versions)
         except BaseException:
             self.arena.close()
             raise
+        self.committer: Committer | None = None
+        self.store.observer = self.counters.tracer.transfer
+        several = self.topology.mesh.devices.size > 1
+        self.counters.tracer.notes[Lane.COLLECTIVES] = "inside the unit programs" if several else "none: one device"
         self._wire(setup.gradient_dtype, init_slots, setup.fused)
+
+    def _make_store(self, setup: StepSetup, paths: Sequence[pathlib.Path], reuse: int, num_versions: int) -> PageStore:
+        plan, layout = self.plan, self.layout
+        extents = {
+            kind: state_extents(kind, layout.pages, self.record, plan.chunk_elements, self.shares) for kind in VERSIONED
+        }
+        spilled = [
+            page.num_elements * setup.gradient_dtype.itemsize
+            if plan.tiers[page.index].gradients is Tier.NVME and page.trainable
+            else 0
+            for page in layout.pages
+        ]
+        per_chunk = plan.chunk_elements * setup.gradient_dtype.itemsize
+        extents[GRADIENTS] = KindExtents.deal([split_chunks(n, per_chunk) for n in spilled], self.shares)
+        sizes = [span.residency.num_bytes for span in plan.spans if span.residency.key[0] == "residual_out"]
+        extents[RESIDUALS] = KindExtents.deal([[n] for n in sizes], self.shares)
+        write_through = plan.options.write_through
+        sparse = {
+            kind
+            for kind in VERSIONED
+            if not write_through and not any(getattr(t, kind) is Tier.NVME for t in plan.tiers)
+        }
+        banks = {kind: max(num_versions, reuse) if kind in VERSIONED else 1 for kind in extents}
+        there = dict.fromkeys(VERSIONED, reuse) if reuse else None
+        store = PageStore(paths, extents, banks, self.options.aio, reuse=there, sparse=frozenset(sparse))
+        store.versions.num_banks |= dict.fromkeys(VERSIONED, num_versions)
+        return store
 
     def _wire(self, gradient_dtype: np.dtype, init_slots: InitSlots, fused: bool) -> None:
         plan, layout, program = self.plan, self.layout, self.program
@@ -271,32 +308,76 @@ class StreamEngine:
             for (kind, page), offset in plan.resident.items()
             if kind == WEIGHTS
         }
-        self.pager = Pager(
-            layout, self.topology, self.arena, self.store, self.offsets[WEIGHTS], resident, self.counters
-        )
+        self.pager = Pager(layout, self.topology, self.arena, self.store, resident, self.counters)
         self.gradients = GradientCollector(
-            program.graph, layout, plan, gradient_dtype, self.arena, self.store, self.offsets[GRADIENTS], self.counters
-        )
+            program.graph, layout, plan, gradient_dtype, self.arena, self.store, self.counters
+        )  # fmt: skip
         residuals = ResidualStore(program.graph, plan, self.arena, self.store, program.value_shardings, self.counters)
         self.io = ChunkIO(
-            layout, plan, self.record, gradient_dtype, self.arena, self.store, self.pager, self.gradients,
-            self.offsets, self.counters,
+            layout, plan, self.record, gradient_dtype, self.arena, self.store, self.pager, self.counters
         )  # fmt: skip
-        self.updater: Updater | GenericUpdater
-        parts = (layout, plan, self.record, self.io, self.gradients, self.counters)
+        self.fused = FusedUpdate(layout, plan, self.record, self.counters, num_threads=self.options.num_threads)
+        self.generic = GenericUpdater(layout, plan, self.record, self.io, self.counters, self.topology.axis_sizes)
+        self.updates = OverlappedUpdates(plan, self.store, self.pager, self._pipeline, self.counters)
         if fused:
-            self.updater = Updater(*parts, num_threads=self.options.num_threads)
-        else:
-            self.updater = GenericUpdater(*parts, self.topology.axis_sizes)
+            self.pager.attach(self.updates)
         self.contents = Contents(layout, plan, self.record, self.io, dict(self.topology.axis_sizes), init_slots)
         self.executor = Executor(
             program.graph, plan, program.executables, device_operands(program.graph, self.topology), self.pager,
             self.gradients, residuals, self.counters,
-            weight_value=program.weight_value, state_values=program.state_values,
+            updates=self.updates if fused else None, weight_value=program.weight_value,
+            state_values=program.state_values,
         )  # fmt: skip
 
+    def _pipeline(self, compute: Compute, gradients: Collected) -> ChunkPipeline:
+        return ChunkPipeline(
+            self.io, compute, gradients=gradients, may_write=self.may_write, wait_to_write=self._wait_to_write,
+            on_written=self._on_written,
+        )  # fmt: skip
+
+    def may_write(self) -> bool:
+        """Is the last step durable, so that pages may change?"""
+        return self.committer is None or self.committer.may_write()
+
+    def _on_written(self, num_bytes: int) -> None:
+        """Beside backward, where the drive has little else to do, new versions are made durable as they come."""
+        if self.committer is not None and self.updates.speculating:
+            self.committer.sync_ahead(num_bytes)
+
+    def _wait_to_write(self) -> None:
+        if self.committer is not None:
+            self.committer.wait()
+
+    def attach_log(self, log: CommitLog) -> None:
+        """From here on steps can be committed to `log`, and no page is written while a commit is under way."""
+        self.committer = Committer(log, self.store, VERSIONED, self.counters)
+        self.committer.observer = lambda start, end: self.counters.tracer.add(Lane.COMMIT, "commit", start, end)
+        self.store.before_write = lambda kind: self._wait_to_write() if kind in VERSIONED else None
+
+    def settle(self) -> None:
+        """Brings the pages to the state of the last step: nothing is owed, nothing is fetched ahead.
+
+        Raises:
+          StoreError: a transfer failed.
+        """
+        self.updates.finish()
+        self.pager.cancel()
+
     def close(self, *, delete: bool = False) -> None:
-        """Ends all transfers and gives memory back. With `delete`, removes the files too."""
+        """Ends all transfers and gives memory back. With `delete`, removes the files too. Does not finish updates.
+
+        Raises:
+          StoreError: a commit in the background had failed.
+        """
+        try:
+            if self.committer is not None:
+                self.committer.close()
+        finally:
+            self.updates.abort()
+            self.pager.abort()
+            self._close(delete)
+
+    def _close(self, delete: bool) -> None:
         self.pager.close()
         if delete:
             self.store.delete()
@@ -309,27 +390,32 @@ def device_operands(graph: UnitGraph, topology: Topology) -> list[Any]:
     return [jax.device_put(operand, topology.replicated) for operand in graph.operands]
 
 
-def _file_layout(plan: Plan) -> tuple[dict[str, dict[int, int]], dict[str, int], frozenset[str]]:
-    """Offsets of pages per kind, file sizes, and which files only grow (kinds of which no page lives on NVMe)."""
-    offsets: dict[str, dict[int, int]] = {}
-    sizes: dict[str, int] = {}
-    sparse = set()
-    for kind, attribute in BYTES_OF.items():
-        offset, table = 0, {}
-        for index, page in enumerate(plan.shape.pages):
-            table[index] = offset
-            num_bytes = getattr(page, attribute)
-            on_nvme = getattr(plan.tiers[index], kind) is Tier.NVME
-            if kind != GRADIENTS or on_nvme:
-                offset += ceil_to(num_bytes, SECTOR)
-        offsets[kind], sizes[kind] = table, offset
-        if not any(getattr(t, kind) is Tier.NVME for t in plan.tiers):
-            sparse.add(kind)
-    slots = residual_slots(plan)
-    if slots:
-        last = max(slots, key=slots.__getitem__)
-        sizes[RESIDUALS] = slots[last] + ceil_to(plan.shape.value_bytes[last[0]], SECTOR)
-    return offsets, sizes, frozenset(sparse)
+def split_chunks(num_bytes: int, chunk_bytes: int) -> list[int]:
+    """Sizes of the chunks of a page."""
+    full, rest = divmod(num_bytes, chunk_bytes) if chunk_bytes else (0, 0)
+    return [chunk_bytes] * full + ([rest] if rest else [])
+
+
+class SizedPage(Protocol):
+    """What the place of a page's chunks depends on."""
+
+    @property
+    def num_elements(self) -> int: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def trainable(self) -> bool: ...
+
+
+def state_extents(
+    kind: str, pages: Sequence[SizedPage], record: RecordFormat, chunk_elements: int, shares: Sequence[float]
+) -> KindExtents:
+    """Where the chunks of weights or records lie: a function of what is stored with a run."""
+    chunks = []
+    for page in pages:
+        item = page.itemsize if kind == WEIGHTS else (record.itemsize if page.trainable else 0)
+        chunks.append(split_chunks(page.num_elements * item, chunk_elements * item))
+    return KindExtents.deal(chunks, shares)
 
 
 __all__ = [
@@ -337,7 +423,6 @@ __all__ = [
     "StepProgram",
     "StepSetup",
     "StreamEngine",
-    "available_host_bytes",
     "hardware_of",
     "make_layout",
     "step_program",

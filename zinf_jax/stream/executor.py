@@ -6,6 +6,8 @@ Guarantees:
     spilled, its pages' frames become free) happens then, in order.
   * Micro-batches run inside the loop over units: a page is fetched once per pass, a unit's gradient is summed on
     the device, in micro-batch order, and leaves once.
+  * While it waits for the device it lets updates advance. A page is acquired only after its owed update; pages whose
+    gradient is whole are handed to the update at once where a step asks for that.
   * The executor decides nothing: order, tiers, places and times are the plan's.
 """
 
@@ -13,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +26,15 @@ import numpy as np
 from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.plan import Phase, Plan, Position
 from zinf_jax.stream.gradients import GradientCollector
+from zinf_jax.stream.overlap import OverlappedUpdates
 from zinf_jax.stream.pager import Pager
 from zinf_jax.stream.programs import Executable, UnitExecutables
 from zinf_jax.stream.residuals import ResidualStore
 from zinf_jax.stream.stats import Counters
+from zinf_jax.stream.trace import Lane
 
 Key = tuple[ValueId, int]  # value, micro-batch
+_POLL_S = 0.002  # between looks at the device while an update is under way: little beside a program, or a chunk
 
 
 def _device_bytes(array: Any) -> int:
@@ -46,6 +52,7 @@ class _InFlight:
     outputs: Any
     program: Executable
     retire: Callable[[], None]
+    name: str = ""
 
 
 class Executor:
@@ -55,6 +62,7 @@ class Executor:
       graph, plan, executables: What to run.
       operands: The graph's operands on the devices.
       pager, gradients, residuals: Where bytes are; the last two are None for evaluation.
+      updates: Overlapped with the passes; None for evaluation.
       weight_value: The value by which micro-batches are weighted, if any.
       state_values: (outer input, result) pairs: a micro-batch's result is the next one's input.
       counters: Told about waits.
@@ -71,6 +79,7 @@ class Executor:
         residuals: ResidualStore | None,
         counters: Counters,
         *,
+        updates: OverlappedUpdates | None = None,
         weight_value: ValueId | None = None,
         state_values: Sequence[tuple[ValueId, ValueId]] = (),
     ) -> None:
@@ -82,6 +91,9 @@ class Executor:
         self._gradients = gradients
         self._residuals = residuals
         self._counters = counters
+        self._updates = updates
+        self._speculate: Callable[[], None] | None = None
+        self._whole: set[int] = set()
         self._weight_value = weight_value
         self._state_values = tuple(state_values)
         self._sum = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
@@ -97,12 +109,19 @@ class Executor:
         self._last_reads = self._find_last_reads()
         self._spill_at = self._find_spills()
 
-    def run(self, outer: Sequence[Mapping[ValueId, Any]], seed: float = 1.0) -> list[list[Any]]:
+    def run(
+        self,
+        outer: Sequence[Mapping[ValueId, Any]],
+        seed: float = 1.0,
+        *,
+        speculate: Callable[[], None] | None = None,
+    ) -> list[list[Any]]:
         """Runs all passes.
 
         Args:
           outer: Per micro-batch, its outer inputs on the devices. State inputs are needed for the first only.
           seed: The loss scale.
+          speculate: Tells the updates to run ahead, as soon as those of the step before are complete.
 
         Returns:
           Per micro-batch, the graph's results, ready.
@@ -110,6 +129,7 @@ class Executor:
         self._values = {(v, m): x for m, inputs in enumerate(outer) for v, x in inputs.items()}
         self._loss_scale = np.float32(seed)
         self.weight_unit = 1.0
+        self._speculate, self._whole = speculate, set()
         self._pager.begin(self._plan)
         if self._gradients is not None:
             self._gradients.begin()
@@ -117,6 +137,8 @@ class Executor:
             for position in self._plan.positions:
                 self._run_position(position)
             self._drain(0)
+            if self._updates is not None:
+                self._updates.finish()  # of the step before: pages that no unit reads
             self._pager.finish()
             if self._residuals is not None:
                 self._residuals.finish()
@@ -133,7 +155,16 @@ class Executor:
         array = self._values[(value, micro)]
         return jnp.copy(array) if value in self._plan.shape.outer_values else array
 
+    def prefetch(self) -> None:
+        """Between steps: starts what the next step's first position needs."""
+        self._pager.prefetch(self._plan)
+        if self._updates is not None:
+            self._updates.issue(0)
+            self._updates.advance()
+
     def _abort(self) -> None:
+        if self._updates is not None:
+            self._updates.abort()
         for program in self._in_flight:
             with contextlib.suppress(Exception):  # the step's first error is what the caller sees
                 jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
@@ -148,16 +179,23 @@ class Executor:
         self._drain(self._plan.options.max_in_flight - 1)
         self._release(position.index)
         self._pager.issue(position.index)
+        if self._updates is not None:
+            self._updates.issue(position.index)
         if self._residuals is not None:
             self._residuals.issue(position.index)
         executables = self._executables[position.unit]
         pages = [self._pager.acquire(page) for page in executables.binding.pages]
+        name = f"{position.phase} {self._graph.units[position.unit].name}"
         for micro in self._micros[position.group]:
             self._drain(self._plan.options.max_in_flight - 1)
+            start = time.perf_counter()
             if position.phase is Phase.FORWARD:
                 self._forward(position, micro, executables, pages)
             else:
                 self._backward(position, micro, executables, pages)
+            program = self._in_flight[-1]
+            program.name = name
+            self._counters.tracer.until_ready(Lane.DEVICE_COMPUTE, name, start, program.outputs, micro=micro)
             self._note_memory()
         if position.index + 1 < len(self._plan.positions) and self._plan.options.lookahead:
             following = self._plan.positions[position.index + 1]
@@ -183,10 +221,20 @@ class Executor:
         """Retires programs, oldest first, until at most `leave` are in flight."""
         while len(self._in_flight) > leave:
             program = self._in_flight.popleft()
-            with self._counters.timed("device_wait_s"):
-                # A deleted array was given to a later program to add to: that one is waited for in its turn.
-                jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
+            # A deleted array was given to a later program to add to: that one is waited for in its turn.
+            self._wait([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()], program.name)
             program.retire()
+
+    def _wait(self, arrays: list[Any], name: str) -> None:
+        """Waits for the device, and lets updates advance meanwhile."""
+        while self._updates is not None and not all(x.is_ready() for x in arrays):
+            if not self._updates.active:
+                break
+            if not self._updates.advance():
+                with self._counters.timed("device_wait_s", program=name):
+                    time.sleep(_POLL_S)
+        with self._counters.timed("device_wait_s", program=name):
+            jax.block_until_ready(arrays)
 
     def _inputs(self, position: Position, micro: int) -> list[Any]:
         unit = self._graph.units[position.unit]
@@ -279,11 +327,28 @@ class Executor:
             pieces = [piece for piece, wanted in zip(unit.pieces, diff, strict=True) if wanted]
             for piece, array in zip(pieces, rows, strict=True):
                 self._gradients.add(piece, array)
+        if position.phase is not Phase.FORWARD and micro == self._micros[position.group][-1]:
+            self._run_ahead(position)
         for value in self._spill_at.get(position.index, ()):
             assert self._residuals is not None
             self._residuals.put(value, micro, self._values.pop((value, micro)))
         for value in self._last_reads.get(position.index, ()):
             self._values.pop((value, micro), None)
+
+    def _run_ahead(self, position: Position) -> None:
+        """Hands pages whose gradient is whole, and that nothing in this step reads again, to the update."""
+        if self._updates is None or self._gradients is None or self._speculate is None:
+            return
+        if not self._updates.speculating:
+            if not self._updates.complete:
+                return
+            self._speculate()
+            if not self._updates.speculating:  # no old version would stay, or not while the last commit is under way
+                return
+        self._whole.update(self._gradients.take_complete())
+        pages = [page for page in self._whole if self._plan.last_uses[page] <= position.index]
+        self._whole.difference_update(pages)
+        self._updates.run_ahead(sorted(pages))
 
     def _find_last_reads(self) -> dict[int, list[ValueId]]:
         """Position -> values that are dead after it."""

@@ -14,10 +14,12 @@ from zinf_jax.leaves import Leaf
 from zinf_jax.optim import kernels
 from zinf_jax.plan import Chunk, Plan
 from zinf_jax.stream.chunks import ChunkFrame, ChunkIO
-from zinf_jax.stream.gradients import GradientCollector
+from zinf_jax.stream.gradients import Collected
+from zinf_jax.stream.pipeline import stream_chunks
 from zinf_jax.stream.records import RangeOf, RecordFormat, ranges_of
 from zinf_jax.stream.stats import Counters
-from zinf_jax.stream.updates import part_gradient, stream_chunks
+from zinf_jax.stream.trace import Lane
+from zinf_jax.stream.updates import part_gradient
 from zinf_jax.tier import Layout, from_rows, to_rows
 
 
@@ -83,7 +85,6 @@ class GenericUpdater:
         plan: Plan,
         record: RecordFormat,
         io: ChunkIO,
-        gradients: GradientCollector,
         counters: Counters,
         axis_sizes: Mapping[str, int],
     ) -> None:
@@ -91,26 +92,36 @@ class GenericUpdater:
         self._plan = plan
         self._record = record
         self._io = io
-        self._gradients = gradients
         self._counters = counters
         self._axis_sizes = dict(axis_sizes)
 
-    def run(self, rule: GenericBoundRule, count: int, gradient_scale: float) -> None:
-        """Updates every trainable page. Arguments and errors as for `Updater.run`."""
-        del count  # the optimizer has its own counters
+    def run(self, rule: GenericBoundRule, gradient_scale: float, gradients: Collected) -> None:
+        """Updates every trainable page, now.
+
+        Args:
+          rule: The optimizer, bound; it has its own counters.
+          gradient_scale: Multiplies gradients in fp32 (clip factor, loss scale, micro-batch weights).
+          gradients: Of the step.
+
+        Raises:
+          StoreError: a transfer failed. Pages may then hold a mix of old and new state.
+        """
+        self._gradients = gradients
         rule.drop_step()
         by_leaf = {group.leaves[0]: group for group in rule.groups if group.elementwise}
 
         def compute(chunk: Chunk, frame: ChunkFrame) -> None:
-            with self._counters.timed("host_work_s"):
+            name = self._layout.pages[chunk.page].name
+            with self._counters.timed("host_work_s"), self._counters.tracer.span(Lane.UPDATE, name, start=chunk.start):
                 for part in self._parts(chunk):
                     if part.leaf.index in by_leaf:
                         self._update_part(rule, by_leaf[part.leaf.index], chunk, part, frame, gradient_scale)
 
-        stream_chunks(self._chunks(set(by_leaf)), self._io, compute, gradients=True)
+        stream_chunks(self._chunks(set(by_leaf)), self._io, compute, gradients=gradients)
         for group in rule.groups:
             if not group.elementwise:
-                self._update_whole(rule, group, gradient_scale)
+                with self._counters.tracer.span(Lane.UPDATE, "leaves that are updated together"):
+                    self._update_whole(rule, group, gradient_scale)
         rule.end_step()
 
     def _chunks(self, leaves: set[int]) -> list[Chunk]:
@@ -175,7 +186,7 @@ class GenericUpdater:
                         if source is not None:
                             target[part.row][part.in_shard] = source
 
-        stream_chunks(chunks, self._io, gather, gradients=True, write=False)
+        stream_chunks(chunks, self._io, gather, gradients=self._gradients, write=False)
         columns = [vectors[i].whole(self._axis_sizes) for i in group.leaves]
         new_masters, new_slots = rule.update_group(
             group, [c[0] for c in columns], [c[1] for c in columns], [c[2:] for c in columns], gradient_scale=scale
@@ -190,7 +201,7 @@ class GenericUpdater:
                     master, *slots = (rows[i][part.row][part.in_shard] for i in (0, *range(2, len(rows))))
                     self._put(chunk, part, frame, master, slots)
 
-        stream_chunks(chunks, self._io, scatter, gradients=False)
+        stream_chunks(chunks, self._io, scatter)
 
 
 def whole_bytes(rule: Any, leaves: Sequence[Leaf]) -> int:

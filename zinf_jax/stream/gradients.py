@@ -20,9 +20,38 @@ from zinf_jax.leaves import Piece
 from zinf_jax.optim import kernels
 from zinf_jax.plan import Plan, Span, Tier
 from zinf_jax.stream.stats import Counters
+from zinf_jax.stream.trace import Lane
 from zinf_jax.tier import FrameArena, FrameSpan, Layout, Page, PageStore, PendingIO, Segment, row_views
 
 GRADIENTS = "gradients"
+
+
+class Collected:
+    """The gradients of one step, for its update."""
+
+    def __init__(
+        self, covered: frozenset[Piece], frames: Mapping[int, np.ndarray], on_device: dict[Piece, jax.Array]
+    ) -> None:
+        self._covered = covered
+        self._frames = frames
+        self._on_device = on_device
+
+    def covers(self, piece: Piece) -> bool:
+        """Does any unit give this piece a gradient? If not, it is zero."""
+        return piece in self._covered
+
+    def resident_rows(self, page: Page) -> np.ndarray | None:
+        """The page's gradient in memory, flat over its rows; None where it was spilled or stays on the device."""
+        frame = self._frames.get(page.index)
+        return None if frame is None else frame.reshape(-1)
+
+    def device_rows(self, piece: Piece) -> Mapping[tuple[int, int], np.ndarray]:
+        """Host views of a device-tier gradient: (tp, rank) -> `[shard_size]`."""
+        return row_views(self._on_device[piece])
+
+    def drop(self, piece: Piece) -> None:
+        """The piece is updated: its device memory is free."""
+        self._on_device.pop(piece, None)
 
 
 class GradientCollector:
@@ -32,7 +61,6 @@ class GradientCollector:
       graph, layout, plan: What is collected, and where it goes.
       dtype: The gradient's dtype, the same on every tier.
       arena, store: The memory and the NVMe tier.
-      offsets: Of each page in the store's gradients file.
       counters: Told about stalls and copies.
     """
 
@@ -44,7 +72,6 @@ class GradientCollector:
         dtype: np.dtype,
         arena: FrameArena,
         store: PageStore | None,
-        offsets: Mapping[int, int],
         counters: Counters,
     ) -> None:
         self._layout = layout
@@ -52,7 +79,6 @@ class GradientCollector:
         self._dtype = np.dtype(dtype)
         self._arena = arena
         self._store = store
-        self._offsets = offsets
         self._counters = counters
         num_groups = len(plan.shape.group_sizes)
         self._expected: Counter[Piece] = Counter()
@@ -72,18 +98,22 @@ class GradientCollector:
         self._norms: dict[Piece, float] = {}
         self._on_device: dict[Piece, jax.Array] = {}
         self._frames: dict[int, np.ndarray] = {}
+        self._ready: list[int] = []
+        self.collected = Collected(frozenset(self._expected), self._frames, self._on_device)
         self._writes: dict[int, PendingIO] = {}
         self._ends: dict[int, list[Span]] = {}
 
     def begin(self) -> None:
-        """Starts a step: no gradient is there."""
+        """Starts a step: no gradient is there. What the step before `collected` stays readable until this step's first
+        contribution to the page: a resident frame is then filled anew."""
         self._reset()
         for span in self._spans.values():
             self._ends.setdefault(span.residency.end, []).append(span)
 
-    def covers(self, piece: Piece) -> bool:
-        """Does any unit give this piece a gradient? If not, it is zero."""
-        return piece in self._expected
+    def take_complete(self) -> list[int]:
+        """Pages whose gradient is whole and readable since the last call."""
+        pages, self._ready = self._ready, []
+        return pages
 
     def release(self, position: int) -> None:
         """Frees frames whose time is over, waiting for their writes."""
@@ -103,7 +133,8 @@ class GradientCollector:
             if self._plan.tiers[page.index].gradients is Tier.DEVICE:
                 self._on_device[piece] = rows if first else self._add(self._on_device[piece], rows)
             else:
-                self._store_rows(page, segment, rows, first)
+                with self._counters.tracer.span(Lane.DEVICE_TO_HOST, page.name, kind=GRADIENTS, bytes=rows.nbytes):
+                    self._store_rows(page, segment, rows, first)
             if self._seen[piece] == self._expected[piece]:
                 self._finish_piece(page, segment)
 
@@ -128,13 +159,17 @@ class GradientCollector:
         return self._frames[page.index]
 
     def _finish_piece(self, page: Page, segment: Segment) -> None:
-        self._norms[segment.piece] = self._squared_norm(page, segment)
+        with self._counters.tracer.span(Lane.UPDATE, "norm", page=page.name):
+            self._norms[segment.piece] = self._squared_norm(page, segment)
         self._complete[page.index] += 1
-        spilled = self._plan.tiers[page.index].gradients is Tier.NVME
-        if spilled and self._complete[page.index] == self._pieces_of[page.index]:
+        if self._complete[page.index] < self._pieces_of[page.index]:
+            return
+        if self._plan.tiers[page.index].gradients is Tier.NVME:
             assert self._store is not None
             frame = self._frames[page.index].reshape(-1).view(np.uint8)
-            self._writes[page.index] = self._store.write(GRADIENTS, self._offsets[page.index], frame, page.name)
+            self._writes[page.index] = self._store.write_page(GRADIENTS, page.index, frame, page.name)
+        else:
+            self._ready.append(page.index)
 
     def _squared_norm(self, page: Page, segment: Segment) -> float:
         if self._plan.tiers[page.index].gradients is Tier.DEVICE:
@@ -148,10 +183,11 @@ class GradientCollector:
     def _free(self, span: Span) -> None:
         page_index = int(span.residency.key[1])
         write = self._writes.pop(page_index)
-        with self._counters.timed("write_stall_s"):
+        with self._counters.timed("write_stall_s", write):
             write.wait()
         frame = self._frames.pop(page_index)
         self._arena.release(FrameSpan(span.offset, frame.nbytes))
+        self._ready.append(page_index)
 
     def finish(self) -> tuple[float, ...]:
         """Ends the passes: all spills are written, their frames free.
@@ -184,12 +220,3 @@ class GradientCollector:
             if page_index in self._spans and (GRADIENTS, page_index) not in self._plan.resident:
                 self._arena.release(FrameSpan(self._spans[page_index].offset, frame.nbytes))
         self._reset()
-
-    def resident_rows(self, page: Page) -> np.ndarray | None:
-        """The page's gradient in memory, flat over its rows; None where it was spilled or stays on the device."""
-        frame = self._frames.get(page.index)
-        return None if frame is None else frame.reshape(-1)
-
-    def device_rows(self, piece: Piece) -> Mapping[tuple[int, int], np.ndarray]:
-        """Host views of a device-tier gradient: (tp, rank) -> `[shard_size]`."""
-        return row_views(self._on_device[piece])

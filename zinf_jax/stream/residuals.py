@@ -4,6 +4,7 @@ Guarantees: a value that was taken is the same bits when it comes back; its devi
 in a frame; a frame is free when its write is complete. Places and times are the plan's. Main thread only.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from zinf_jax.graph.types import UnitGraph
 from zinf_jax.optim import kernels
 from zinf_jax.plan import Plan, Span, Tier
 from zinf_jax.stream.stats import Counters
+from zinf_jax.stream.trace import Lane
 from zinf_jax.tier import FrameArena, FrameSpan, PageStore, PendingIO
 from zinf_jax.units import ceil_to
 
@@ -68,13 +70,14 @@ class ResidualStore:
             frame = self._host_frame(value, micro)
         else:
             frame = self._lease("out", value, micro, self._out[(value, micro)].offset, num_bytes)
-        data = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
-        kernels.copy(frame[: data.nbytes], data)
+        with self._counters.tracer.span(Lane.DEVICE_TO_HOST, "residual", value=value, micro=micro, bytes=num_bytes):
+            data = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+            kernels.copy(frame[: data.nbytes], data)
         self._counters.add("d2h_bytes", data.nbytes)
         if self._plan.spilled[value] is Tier.NVME:
             assert self._store is not None
-            offset = self._slots[(value, micro)]
-            self._writes[(value, micro)] = self._store.write(RESIDUALS, offset, frame, f"residual {value}/{micro}")
+            slot = self._slots[(value, micro)]
+            self._writes[(value, micro)] = self._store.write_page(RESIDUALS, slot, frame, f"residual {value}/{micro}")
 
     def release(self, position: int) -> None:
         """Frees frames whose time is over, waiting for their writes."""
@@ -93,7 +96,8 @@ class ResidualStore:
                 num_bytes = ceil_to(self._num_bytes(value), SECTOR)
                 frame = self._lease("in", value, micro, span.offset, num_bytes)
                 assert self._store is not None
-                read = self._store.read(RESIDUALS, self._slots[(value, micro)], frame, f"residual {value}/{micro}")
+                slot = self._slots[(value, micro)]
+                read = self._store.read_page(RESIDUALS, slot, frame, f"residual {value}/{micro}")
                 self._reads[(value, micro)] = (read, frame)
 
     def get(self, value: int, micro: int) -> jax.Array:
@@ -102,11 +106,14 @@ class ResidualStore:
             frame = self._host_frame(value, micro)
         else:
             read, frame = self._reads.pop((value, micro))
-            with self._counters.timed("read_stall_s"):
+            with self._counters.timed("read_stall_s", read):
                 read.wait()
         aval = self._graph.values[value]
         data = frame[: self._num_bytes(value)].view(aval.dtype).reshape(aval.shape)
-        return jax.device_put(data, self._shardings[value])
+        start = time.perf_counter()
+        handle = jax.device_put(data, self._shardings[value])
+        self._counters.tracer.until_ready(Lane.HOST_TO_DEVICE, "residual", start, handle, value=value, micro=micro)
+        return handle
 
     def finish(self) -> None:
         for value, micro in list(self._writes):
@@ -141,7 +148,7 @@ class ResidualStore:
     def _finish_write(self, value: int, micro: int) -> None:
         write = self._writes.pop((value, micro), None)
         if write is not None:
-            with self._counters.timed("write_stall_s"):
+            with self._counters.timed("write_stall_s", write):
                 write.wait()
             self._release("out", value, micro)
 
@@ -152,10 +159,6 @@ class ResidualStore:
 
 
 def residual_slots(plan: Plan) -> dict[tuple[int, int], int]:
-    """Offset of each spilled (value, micro-batch) in the residuals file."""
-    offset, slots = 0, {}
-    for span in plan.spans:
-        if span.residency.key[0] == "residual_out":
-            slots[(int(span.residency.key[1]), int(span.residency.key[2]))] = offset
-            offset += ceil_to(span.residency.num_bytes, SECTOR)
-    return slots
+    """Number of each spilled (value, micro-batch): its page in the store."""
+    spans = [span for span in plan.spans if span.residency.key[0] == "residual_out"]
+    return {(int(s.residency.key[1]), int(s.residency.key[2])): number for number, s in enumerate(spans)}

@@ -1,0 +1,263 @@
+"""When each chunk's update runs: after backward, as soon as its gradient is complete, or just before its next use.
+
+An update is *owed* from the moment its step's norm is known until every chunk is computed and written. Owed chunks run
+beside the next step's forward pass, in the order in which it needs their pages; a page that the pager has fetched is
+updated in its frame, so its weights are not read twice. While a step's backward pass runs, its update may be run ahead
+(`speculate`) as if nothing were clipped: every chunk's old version stays, and if the norm says otherwise the update is
+owed as a whole. All of it gives the same bits: an update is elementwise, and each chunk's runs once on the old version.
+
+Guarantees:
+  * A page is not used, and no version of the run is read or saved, before its owed update is computed.
+  * No page is written before the commit of the step before is durable (`may_write`).
+  * An error leaves what was not computed owed; what was computed is the chunk's newest version.
+Main thread only.
+"""
+
+from collections.abc import Callable, Iterable
+
+from zinf_jax.plan import Chunk, Plan, Tier
+from zinf_jax.stream.chunks import OPTIMIZER
+from zinf_jax.stream.gradients import Collected
+from zinf_jax.stream.pager import WEIGHTS, Pager
+from zinf_jax.stream.pipeline import ChunkPipeline, Compute
+from zinf_jax.stream.stats import Counters
+from zinf_jax.tier import PageStore
+
+MakePipeline = Callable[[Compute, Collected], ChunkPipeline]
+
+
+class OverlapChooser:
+    """Should a step's update run ahead of its norm? The bits are the same either way.
+
+    Args:
+      mode: `StreamOptions.update_overlap`.
+      clips: There is a bound on the norm, so that running ahead can be in vain.
+    """
+
+    PATIENCE = 2  # steps in a row that were not clipped, before "auto" expects the next one not to be
+
+    def __init__(self, mode: str, *, clips: bool) -> None:
+        self._mode = mode
+        self._quiet = 0 if clips else self.PATIENCE
+        self.num_undone = 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._mode == "backward" or (self._mode == "auto" and self._quiet >= self.PATIENCE)
+
+    def saw(self, *, as_assumed: bool, undone: bool) -> None:
+        """A step's norm is known.
+
+        Args:
+          as_assumed: Nothing was clipped or skipped.
+          undone: Work that had run ahead was in vain.
+        """
+        self._quiet = self._quiet + 1 if as_assumed else 0
+        self.num_undone += undone
+
+
+class OverlappedUpdates:
+    """The updates of one run.
+
+    Attributes:
+      failed: The error at which an update stopped: pages may then be of two steps.
+
+    Args:
+      plan: Order of use, chunks.
+      store, pager: Where bytes are.
+      make_pipeline: Of a compute function and the gradients it needs.
+      counters: Told about stalls.
+    """
+
+    def __init__(
+        self, plan: Plan, store: PageStore, pager: Pager, make_pipeline: MakePipeline, counters: Counters
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._pager = pager
+        self._make_pipeline = make_pipeline
+        self._counters = counters
+        self._owed: dict[int, list[Chunk]] = {}  # page -> chunks that no pipeline has taken
+        self._pipeline: ChunkPipeline | None = None
+        self._taken: dict[int, set[Chunk]] = {}  # page -> chunks in the pipeline that are not computed
+        self._ahead: set[int] | None = None  # pages whose update was started before the norm was known
+        self._on_complete: Callable[[], None] | None = None
+        self._order = sorted(plan.chunks_of, key=lambda page: (plan.first_uses.get(page, len(plan.positions)), page))
+        self._next = 0
+        self.failed: BaseException | None = None
+
+    # --- an update that is certain ------------------------------------------------------------------------------
+
+    def owe(self, step: int, compute: Compute, gradients: Collected, on_complete: Callable[[], None]) -> None:
+        """The step's norm is known: all its updates are to be done. What ran ahead counts.
+
+        Args:
+          step: Which the update completes.
+          compute: Updates a chunk.
+          gradients: Of the step.
+          on_complete: Called when every chunk's new version is written.
+        """
+        assert self.complete, "the update before is not complete"
+        if self._ahead is None:
+            self._start(step, compute, gradients)
+        self._ahead = None
+        self._on_complete = on_complete
+        self._next = 0
+
+    def _start(self, step: int, compute: Compute, gradients: Collected) -> None:
+        self._store.step = step
+        self._store.versions.begin()
+        self._pipeline = self._make_pipeline(self._noting(compute), gradients)
+        self._owed = {page: list(chunks) for page, chunks in self._plan.chunks_of.items()}
+        self._taken = {}
+
+    def _noting(self, compute: Compute) -> Compute:
+        def noted(chunk: Chunk, frame: object) -> None:
+            compute(chunk, frame)  # type: ignore[arg-type]
+            self._taken[chunk.page].discard(chunk)
+            if not self._taken[chunk.page]:
+                del self._taken[chunk.page]
+
+        return noted
+
+    @property
+    def active(self) -> bool:
+        """Is there anything that could advance?"""
+        return self._pipeline is not None and not self._pipeline.idle
+
+    @property
+    def complete(self) -> bool:
+        """Is nothing owed or under way?"""
+        return self._on_complete is None
+
+    def issue(self, position: int) -> None:
+        """Starts the updates of the pages that are first used up to `lookahead` positions after this one."""
+        if self.complete:
+            return
+        limit = position + self._plan.options.lookahead
+        while self._next < len(self._order):
+            page = self._order[self._next]
+            if self._plan.first_uses.get(page, len(self._plan.positions)) > limit:
+                break
+            self._take(page)
+            self._next += 1
+
+    def _take(self, page: int) -> None:
+        assert self._pipeline is not None
+        chunks = self._owed.pop(page, ())
+        if chunks:
+            self._taken.setdefault(page, set()).update(chunks)
+        for chunk in chunks:
+            self._pipeline.add(chunk, held=self._pager.holds(page))
+
+    def advance(self) -> bool:
+        """Does what can be done without waiting. Returns whether anything moved."""
+        if self._pipeline is None:
+            return False
+        moved = self._guarded(self._pipeline.advance)
+        self._finish_if_done()
+        return bool(moved)
+
+    def is_due(self, page_index: int) -> bool:
+        return not self.complete and (page_index in self._owed or page_index in self._taken)
+
+    def ensure(self, page_index: int) -> None:
+        """Blocks until the page's owed update is computed."""
+        if not self.is_due(page_index):
+            return
+        self._take(page_index)
+        assert self._pipeline is not None
+        pipeline = self._pipeline
+        with self._counters.timed("update_stall_s"):
+            self._guarded(lambda: pipeline.compute(page_index))
+
+    def release(self, page_index: int) -> None:
+        """Blocks until no transfer of the page's update is under way: its frame is free, its new version readable."""
+        if self._pipeline is not None and not self._pipeline.idle:
+            pipeline = self._pipeline
+            self._guarded(lambda: pipeline.write(page_index))
+
+    def finish(self) -> None:
+        """Blocks until nothing is owed."""
+        if self.complete:
+            return
+        for page in list(self._order):
+            self._take(page)
+        assert self._pipeline is not None
+        self._guarded(self._pipeline.finish)
+        self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        if self.complete or self._owed or self._pipeline is None or not self._pipeline.idle:
+            return
+        done, self._on_complete = self._on_complete, None
+        self._pipeline = None
+        assert done is not None
+        done()
+
+    def _guarded(self, action: Callable[[], bool | None]) -> bool | None:
+        """After an error, what was not computed is owed again."""
+        try:
+            return action()
+        except BaseException as error:
+            self.failed = error
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Waits for transfers; what was not computed is owed again, to be read anew, and what ran ahead is undone."""
+        if self._ahead is not None:
+            self.undo()
+        if self._pipeline is None:
+            return
+        for chunk in self._pipeline.abandon():
+            self._owed.setdefault(chunk.page, []).append(chunk)
+        self._taken = {}
+        self._next = 0
+
+    # --- an update that may have to be undone --------------------------------------------------------------------
+
+    def can_speculate(self) -> bool:
+        """Is there any page whose old version stays when a new one is written?"""
+        assert self.complete
+        self._store.versions.begin()  # what is newest now is what a step from here on starts from
+        return any(self._can_undo(page) for page in self._order)
+
+    def _can_undo(self, page: int) -> bool:
+        tiers, extents = self._plan.tiers[page], self._store.extents
+        if tiers.weights is not Tier.NVME or tiers.optimizer is not Tier.NVME:
+            return False
+        versions = self._store.versions
+        kinds = [kind for kind in (WEIGHTS, OPTIMIZER) if len(extents[kind].chunks_of(page))]
+        return all(versions.can_revert(kind, index) for kind in kinds for index in extents[kind].chunks_of(page))
+
+    def speculate(self, step: int, compute: Compute, gradients: Collected) -> None:
+        """Before backward: the step's update is assumed to be this one, and may run ahead."""
+        assert self.complete
+        self._start(step, compute, gradients)
+        self._ahead = set()
+
+    @property
+    def speculating(self) -> bool:
+        return self._ahead is not None
+
+    def run_ahead(self, pages: Iterable[int]) -> None:
+        """These pages' gradients are whole, and nothing in this step reads the pages any more."""
+        assert self._ahead is not None
+        for page in pages:
+            if page in self._owed and self._can_undo(page):
+                self._ahead.add(page)
+                self._counters.add("pages_ahead")
+                self._take(page)
+
+    def undo(self) -> None:
+        """The norm says otherwise: the old versions are the newest ones again."""
+        if self._ahead is None:
+            return
+        if self._pipeline is not None:
+            self._pipeline.abandon()
+        for page in self._ahead:
+            for kind in (WEIGHTS, OPTIMIZER):
+                for index in self._store.extents[kind].chunks_of(page):
+                    self._store.versions.revert(kind, index)
+        self._ahead, self._pipeline, self._owed, self._taken = None, None, {}, {}
