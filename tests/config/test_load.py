@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -195,12 +196,24 @@ def test_overrides_win_and_are_checked() -> None:
             load(TREE, overrides=[bad])
 
 
-def test_reserved_values_say_that_they_are_for_later() -> None:
-    assert load({"streaming": {"update_overlap": "auto", "durability": "auto"}}).streaming.update_overlap == "none"
-    for key, value in (("update_overlap", "backward"), ("update_overlap", "next_forward"), ("durability", "step"),
-                       ("durability", "every_4")):  # fmt: skip
-        with pytest.raises(ConfigError, match="later version"):
-            load({"streaming": {key: value}})
+@pytest.mark.parametrize("value", ["step", "every_10", "off"])
+def test_durability(value: str) -> None:
+    assert load({"streaming": {"durability": value}}).streaming.durability == value
+
+
+def test_yaml_reads_a_bare_off_as_false() -> None:
+    assert load({"streaming": {"durability": False}}).streaming.durability == "off"
+
+
+@pytest.mark.parametrize("value", ["every_0", "every", "steps", True])
+def test_durability_that_is_not_one(value: Any) -> None:
+    with pytest.raises(ConfigError, match="must be step, off or every_N"):
+        load({"streaming": {"durability": value}})
+
+
+def test_auto_durability_and_overlap_are_decided_when_the_run_is_set_up() -> None:
+    found = load({"streaming": {"update_overlap": "auto", "durability": "auto"}}).streaming
+    assert (found.update_overlap, found.durability) == (None, None)
 
 
 def test_both_16_bit_formats_at_once_are_refused() -> None:

@@ -3,8 +3,11 @@
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import zinf_jax as zinf
 from zinf_jax.config import Config, check_paths, load, uses_nvme
 from zinf_jax.errors import ConfigError
 
@@ -26,11 +29,79 @@ def test_the_run_directory_serves_without_nvme_path(tmp_path: Path, monkeypatch:
     assert check_paths(config) == ()  # the trainer makes a temporary one
 
 
-def test_paths_are_not_touched_when_nothing_is_on_nvme() -> None:
+def test_without_anything_on_nvme_there_is_nowhere_to_put_pages(tmp_path: Path) -> None:
     placement = dict.fromkeys(("weights", "optimizer", "gradients", "residuals"), "host")
-    config = load({"placement": placement, "nvme_path": "/no/such/place"})
+    config = load({"placement": placement})
     assert not uses_nvme(config)
-    assert check_paths(config) == ()
+    assert check_paths(config) == check_paths(config, tmp_path / "run") == ()
+    with pytest.raises(ConfigError, match="neither it nor"):  # where the pages of a closed run would rest
+        check_paths(load({"placement": placement, "nvme_path": "/no/such/place"}))
+
+
+def bad_run_dir(tmp_path: Path, kind: str) -> Path | str:
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    return {"file": file, "below a file": file / "x" / "y", "symlink": tmp_path / "link", "empty": "", "blank": "  ",
+            "read-only": Path("/proc/zinf/run")}[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("file", "is a file"), ("below a file", "cannot be made"), ("symlink", "a symlink could"),
+     ("empty", "is empty"), ("blank", "is empty"), ("read-only", "cannot be made")],
+)  # fmt: skip
+def test_unusable_run_directories_are_refused(tmp_path: Path, kind: str, message: str, tier: str) -> None:
+    """FS08. Wherever the state is: the manifest and the pages of a closed run go there."""
+    placement = dict.fromkeys(("weights", "optimizer", "gradients", "residuals"), tier)
+    path = bad_run_dir(tmp_path, kind)
+    for config in (load({"placement": placement}), load({"placement": placement, "nvme_path": str(tmp_path)})):
+        with pytest.raises(ConfigError, match=message) as caught:
+            check_paths(config, path)
+        assert "run_dir" in str(caught.value)
+        assert str(path).strip() in str(caught.value)
+
+
+def test_a_run_directory_may_be_relative_and_is_made_with_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check_paths(nvme(tmp_path), "runs/of/today") == (tmp_path,)
+    assert (tmp_path / "runs/of/today").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("key", ["run_dir", "nvme_path"])
+@pytest.mark.parametrize("kind", ["file", "symlink", "read-only", "missing parent", "relative"])
+def test_a_trainer_refuses_bad_paths_before_it_makes_anything(
+    tmp_path: Path, kind: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FS08: in the first second, not when the model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    made: list[str] = []
+
+    def init(seed: jax.Array) -> dict[str, jax.Array]:
+        made.append("traced")
+        return {"w": jax.random.normal(seed, (4,))}
+
+    paths = {"missing parent": tmp_path / "a" / "b", "relative": Path("some/where")}
+    path = paths[kind] if kind in paths else bad_run_dir(tmp_path, kind)
+    params = zinf.lazy(init, jax.random.key(0))
+    made.clear()
+    config = {"placement": {"weights": "nvme"}} | ({"nvme_path": str(path)} if key == "nvme_path" else {})
+    given = {"run_dir": path} if key == "run_dir" else {}
+
+    def train() -> None:
+        loss = lambda params, batch: jnp.sum(params["w"] * batch)  # noqa: E731
+        zinf.Trainer(loss, params, zinf.optim.sgd(0.1), config, **given).close()
+
+    if kind in paths and key == "run_dir":
+        train()  # a run's own directory is named by hand
+        assert path.is_dir()
+    else:
+        with pytest.raises(ConfigError, match=key):
+            train()
+    assert not made
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,9 @@ def _build(raw: dict[str, Any], changes: Mapping[str, Any]) -> Config:
 def _version_notes(config: Config) -> list[str]:
     """What this version does less well than asked; none of it changes a result."""
     notes = []
-    if config.nvme_path and len(config.nvme_path) > 1:
-        notes.append(f"nvme_path: this version puts all pages in the first directory, {config.nvme_path[0]}")
-    if 0 < config.placement.optimizer_fraction < 1:
-        notes.append("placement.optimizer_fraction: this version puts all optimizer state on placement.optimizer")
-    if config.placement.weights_host_cache:
-        notes.append(
-            "placement.weights_host_cache: this version reads weights on nvme in each pass; placement.weights: auto "
-            "keeps on host what host_memory allows"
-        )
+    weights = config.placement.weights
+    if config.placement.weights_host_cache and weights not in ("nvme", None):
+        notes.append(f"placement.weights_host_cache is not used: placement.weights is {weights}, not nvme")
     return notes
 
 

@@ -20,28 +20,33 @@ def uses_nvme(config: Config) -> bool:
 
 
 def check_paths(config: Config, run_dir: str | Path | None = None, *, needed_bytes: int = 0) -> tuple[Path, ...]:
-    """Makes sure that pages can be written, and makes the directories.
+    """Makes sure that a run can write its files, and makes the directories.
 
     Args:
-      config: Its `nvme_path` is checked if anything can be on nvme.
-      run_dir: Where pages go without an `nvme_path`.
+      config: Its `nvme_path` is checked wherever the state is placed: at the latest, a closed run's pages rest there.
+      run_dir: Where the run's own files go, and pages without an `nvme_path`; None: a temporary directory. May be
+        relative, and is made with its parents: it is named by hand, not by a file that came from another machine.
       needed_bytes: What the plan will write, over all directories; 0: unknown yet.
 
     Returns:
-      The directories, absolute; empty if no page can be on nvme, or if neither `nvme_path` nor `run_dir` says where.
+      The directories for pages, absolute; empty if no page can be on nvme, or if neither `nvme_path` nor `run_dir` says
+      where.
 
     Raises:
       ConfigError: a path is empty, relative, a symlink, a file, missing with its parent, not writable, on a disk that
         is too full.
     """
-    if not uses_nvme(config):
-        return ()
+    own: tuple[Path, ...] = ()
+    if run_dir is not None:
+        if not str(run_dir).strip():
+            raise ConfigError("run_dir is empty: name a directory, or leave it out for a temporary one")
+        own = (_usable("run_dir", Path(run_dir).absolute(), parents=True),)
     if config.nvme_path is None:
-        if run_dir is None:
-            return ()  # a temporary directory, made by the trainer
-        paths: tuple[Path, ...] = (_usable("run_dir", Path(run_dir).absolute(), parents=True),)
+        paths = own
     else:
         paths = tuple(_usable("nvme_path", Path(path), parents=False) for path in config.nvme_path)
+    if not uses_nvme(config):
+        return ()
     _check_space(paths, needed_bytes)
     return paths
 

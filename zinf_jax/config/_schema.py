@@ -15,6 +15,7 @@ from zinf_jax.config._sections import (
     Bf16,
     Data,
     Fp16,
+    Integrity,
     Model,
     Optimizer,
     Partitioning,
@@ -76,8 +77,12 @@ class Config(Section):
     """Bytes of host memory for the arena, per process: frames and everything placed on host. `auto`: what the plan
     needs, at most 80% of what is available (and of the cgroup limit)."""
     nvme_path: Paths | None = None
-    """Directory, or list of them, for pages on nvme, absolute, on local drives. `auto`: the run directory. This version
-    uses the first of a list; striping over all comes later."""
+    """Directory, or list of them, for pages on nvme, absolute, on local drives. `auto`: the run directory. Over a list,
+    chunks are dealt out in proportion to each drive's measured bandwidth."""
+    nvme_tbw: Annotated[NonNegative, Field(gt=0)] | None = None
+    """Terabytes written (1e12 bytes) that the drives of nvme_path are rated for together, from their data sheets: the
+    report then says which share of that a run used. `auto`: what a drive tells itself, where it can be asked without
+    root."""
     pin_memory: bool | None = None
     """Keep the arena from being paged out (mlock). `auto`: if RLIMIT_MEMLOCK allows, and the report says why not;
     true: or an error; false: not."""
@@ -86,6 +91,7 @@ class Config(Section):
     """Axis names and sizes, in order; one size may be -1: all remaining devices. State is sharded and the batch split
     over `fsdp`; other axes are for the model's own shardings. A mesh that is passed to the Trainer wins."""
     streaming: Streaming = Streaming()
+    integrity: Integrity = Integrity()
     aio: Aio = Aio()
     host_threads: Positive | None = None
     """Threads of the host optimizer kernels. `auto`: the cores this process may use."""

@@ -61,10 +61,11 @@ class Placement(Section):
     residuals: Tier | None = None
     """Tier of the values that forward saves for backward. Bytes: bytes crossing each cut x micro-batches of a group."""
     optimizer_fraction: Fraction = 1.0
-    """Share of the optimizer state that goes to `placement.optimizer`; the rest stays on the device (whole pages).
-    0 is `placement.optimizer: device`."""
+    """Share of the optimizer state that goes to `placement.optimizer`: whole pages in their order until it is reached;
+    the rest is on the device tier. 0 is `placement.optimizer: device`."""
     weights_host_cache: Bytes | None = None
-    """Of weights on nvme: bytes that may stay in host memory between uses. 0: none. `auto`: none."""
+    """Of weights on nvme: bytes that stay in host memory instead, whole pages while they fit. 0: none. `auto`: none;
+    `placement.weights: auto` keeps there what `host_memory` allows."""
 
 
 class Partitioning(Section):
@@ -105,26 +106,39 @@ class Streaming(Section):
     micro_batches_per_group: Positive | None = None
     """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
     order of gradient sums depends on it, so the plan never changes it to save memory."""
-    update_overlap: Literal["none"] = "none"
-    """When the update runs: none (after backward). `auto` is none in this version."""
-    durability: Literal["off"] = "off"
-    """Which steps survive a crash without a save: off (none). `auto` is off in this version."""
+    update_overlap: Literal["none", "backward", "next_forward"] | None = None
+    """When the update runs. none: after backward. next_forward: a page's just before the next forward needs it, beside
+    its compute. backward: as soon as a page's gradient is complete, and again where the norm then says to clip (needs
+    durability, and both weights and optimizer on nvme; other pages are updated as with next_forward). `auto`: backward
+    while steps are not clipped, else next_forward. The bits are the same."""
+    durability: str | None = None
+    """Which steps survive a crash. step: each, from soon after it is taken; every_N (every_10): each Nth; off: those
+    that were saved. Bytes on nvme: two versions of weights and optimizer state, one with off. `auto`: step with a
+    run_dir, else off."""
 
-    @field_validator("update_overlap", mode="before")
-    @classmethod
-    def _reserved_overlap(cls, value: Any) -> Any:
-        if value in ("backward", "next_forward"):
-            raise ValueError("reserved for a later version; this one has 'none' (update after backward)")
-        return value
+    num_retained: Count = 0
+    """Steps kept in place (`trainer.save()` without a path) for which there is room from the start. Bytes on nvme: one
+    version each. More can be kept while the drive has room. `zinf train` sets it to what `train.save_every` and
+    `train.extra.keep_last` need."""
 
     @field_validator("durability", mode="before")
     @classmethod
-    def _reserved_durability(cls, value: Any) -> Any:
+    def _valid_durability(cls, value: Any) -> Any:
         if value is False:  # YAML 1.1 reads a bare `off` as false
             return "off"
-        if isinstance(value, str) and (value == "step" or value.startswith("every_")):
-            raise ValueError("reserved for a later version; this one has 'off': save with train.save_every")
+        if value is not None and not (isinstance(value, str) and re.fullmatch(r"step|off|every_[1-9]\d*", value)):
+            raise ValueError("must be step, off or every_N, such as every_10")
         return value
+
+
+class Integrity(Section):
+    """Every chunk that is read is compared with its checksum; what differs is never trained on."""
+
+    place = "integrity"
+
+    fallback: bool = False
+    """On resume, verify the whole state, and go back to the newest step that is whole (the commit before, then retained
+    steps) where the last one is damaged. false: resume at once, and stop with an error when damage is met."""
 
 
 class Aio(Section):
