@@ -1,16 +1,17 @@
 """ZeRO-Infinity for JAX: train models larger than device and host memory, bit for bit as in memory.
 
-    import zinf_jax as zinf
+import zinf_jax as zinf
 
-    with zinf.Trainer(loss_fn, zinf.lazy(init_fn, key), zinf.optim.adamw(1e-4), "config.yaml") as trainer:
-        for batch in batches:
-            out = trainer.step(batch)
+with zinf.Trainer(loss_fn, zinf.lazy(init_fn, key), zinf.optim.adamw(1e-4), "config.yaml") as trainer:
+    for batch in batches:
+        out = trainer.step(batch)
 """
 
 from zinf_jax import optim
 from zinf_jax.config import Config
 from zinf_jax.errors import (
     ConfigError,
+    CorruptionError,
     CutError,
     InitError,
     NonFiniteError,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ConfigError",
+    "CorruptionError",
     "CutError",
     "InitError",
     "NonFiniteError",

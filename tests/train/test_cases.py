@@ -473,7 +473,7 @@ def test_another_run_is_never_destroyed_by_a_resume(tmp_path):
         made.step(ones(0.1))
         made.step(ones(0.2))
         kept = everything(made)
-    with pytest.raises(zinf.ResumeError, match="another run, at step 2"):
+    with pytest.raises(zinf.ResumeError, match="another run at step 2"):
         make(run_dir=tmp_path / "b", resume=saved)
     with make(run_dir=tmp_path / "b", resume="auto") as made:
         made.prepare(ones())

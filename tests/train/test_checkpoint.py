@@ -98,7 +98,7 @@ def test_an_interrupted_run_without_a_checkpoint_is_refused_and_with_one_goes_ba
         import os, sys
         sys.path.insert(0, {os.getcwd()!r})
         from tests.train.test_checkpoint import advance, placed, trainer
-        made = trainer(placed("nvme"), run_dir={str(tmp_path)!r})
+        made = trainer(placed("nvme"), {{"streaming": {{"durability": "off"}}}}, run_dir={str(tmp_path)!r})
         advance(made, 2)
         if sys.argv[1] == "save":
             made.save({str(tmp_path / "checkpoints" / "step_2")!r})

@@ -58,3 +58,18 @@ def test_coupled_leaves_are_counted_in_the_plan():
     assert any(item.kind == "leaves updated whole" for item in plan.items)
     with pytest.raises(zinf.PlanError, match="leaves updated whole"):
         run(placed("nvme"), {"host_memory": 2_000_000}, steps=1, optimizer=TRANSFORMATIONS["clip"]())
+
+
+@pytest.mark.parametrize("name", ["adamw", "chain"])
+def test_a_scalar_parameter_has_slots_too(name):
+    """Its shard is padded to a whole row; the optimizer's init knows one element only."""
+
+    def loss(params, batch):
+        return blocks.loss({k: v for k, v in params.items() if k != "scale"}, batch) * params["scale"]
+
+    params = jax.jit(blocks.init)(jax.random.key(0)) | {"scale": np.float32(1.5)}
+    other = InMemoryTrainer(loss, params, TRANSFORMATIONS[name](), gradient_clipping=0.5)
+    losses = [other.step(blocks.batch(seed=i)).loss for i in range(3)]
+    for tier in ("host", "nvme"):
+        got = run(placed(tier), optimizer=TRANSFORMATIONS[name](), params=params, loss_fn=loss)
+        np.testing.assert_allclose(got.losses, losses, rtol=1e-5)

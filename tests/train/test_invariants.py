@@ -111,7 +111,7 @@ def test_residuals_are_really_spilled():
 
 def test_weights_traffic_does_not_grow_with_micro_batches():
     """Layer-major: one fetch per page and pass, whatever the number of micro-batches."""
-    tiers = placed("nvme", gradients="host")
+    tiers = {**placed("nvme", gradients="host"), "streaming": {"update_overlap": "none"}}
     one = run(tiers, {"gradient_dtype": "fp32"}).stats
     four = run(tiers, {"gradient_accumulation_steps": 4, "gradient_dtype": "fp32"}).stats
     assert four.nvme_bytes_read == one.nvme_bytes_read
@@ -119,7 +119,7 @@ def test_weights_traffic_does_not_grow_with_micro_batches():
 
 
 def test_bytes_moved_are_the_planned_ones():
-    got = run(placed("nvme", residuals="nvme"))
+    got = run(placed("nvme", residuals="nvme"), {"streaming": {"update_overlap": "none"}})
     assert got.stats.nvme_bytes_read == pytest.approx(got.plan.prediction.read_bytes, rel=0.03)
     assert got.stats.nvme_bytes_written == pytest.approx(got.plan.prediction.write_bytes, rel=0.03)
 

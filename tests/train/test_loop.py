@@ -29,7 +29,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def make_config(source):
-    def make(*, data=None, factory=None, **train):
+    def make(*, data=None, factory=None, durability="step", **train):
         extra = train.pop("extra", {})
         return config_module.load(
             {
@@ -37,6 +37,7 @@ def make_config(source):
                 "gradient_accumulation_steps": 2,
                 "bf16": {"enabled": True},
                 "gradient_clipping": 1.0,
+                "streaming": {"durability": durability},
                 "optimizer": {"type": "adamw", "params": {"lr": 1e-2}},
                 "placement": {"weights": "nvme", "optimizer": "nvme", "gradients": "nvme", "residuals": "host"},
                 "model": {"factory": "tests.train.tiny:model"},
@@ -142,7 +143,7 @@ def test_a_time_limit_ends_the_run_with_its_sample(make_config, tmp_path):
 
 
 def test_checkpoints_are_kept_as_asked_and_can_be_gone_back_to(make_config, tmp_path):
-    config = make_config(save_every=1, sample_tokens=0, extra={"keep_last": 2})
+    config = make_config(save_every=1, sample_tokens=0, extra={"keep_last": 2}, durability="off")
     _run(config, tmp_path / "run", steps=5)
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step_00000003", "step_00000004"]
@@ -151,6 +152,16 @@ def test_checkpoints_are_kept_as_asked_and_can_be_gone_back_to(make_config, tmp_
     assert summary.num_steps == 2 and _steps(tmp_path / "run") == before
     names = sorted(p.name for p in folder.iterdir())
     assert names[1:] == ["step_00000003", "step_00000004"] and names[0].startswith(".abandoned-step_00000004")
+
+
+def test_steps_are_kept_in_place_as_asked_and_can_be_gone_back_to(make_config, tmp_path):
+    config = make_config(save_every=1, sample_tokens=0, extra={"keep_last": 2, "keep_every": 2})
+    _run(config, tmp_path / "run", steps=6)
+    folder = tmp_path / "run" / "retained"
+    assert sorted(p.name for p in folder.iterdir()) == [f"step_0000000{n}.json" for n in (2, 4, 5)]
+    before = _steps(tmp_path / "run")
+    summary, _ = _run(config, tmp_path / "run", resume=str(folder / "step_00000004.json"), steps=6)
+    assert summary.num_steps == 2 and _steps(tmp_path / "run") == before
 
 
 def test_a_run_without_a_step_left_says_how_it_went(make_config, tmp_path, monkeypatch):
@@ -179,7 +190,7 @@ def test_a_run_is_not_overwritten_unless_asked(make_config, tmp_path):
     ("change", "message"),
     [
         ({"steps": None}, "set train.steps, or pass --steps"),
-        ({"extra": {"valid_evry": 3}}, "train.extra.valid_evry: unknown option; there are keep_last"),
+        ({"extra": {"valid_evry": 3}}, "train.extra.valid_evry: unknown option; there are keep_every"),
         ({"extra": {"top_k": "many"}}, "train.extra.top_k: .* got 'many'"),
         ({"extra": {"keep_last": 0}}, "keep_last >= 1"),
     ],
@@ -202,11 +213,14 @@ def test_a_plan_is_that_of_the_run(make_config, tmp_path):
     assert planned.summary() in output
 
 
-def test_text_is_generated_from_a_run_and_from_its_checkpoints(make_config, tmp_path, capsys):
-    _run(make_config(save_every=1, sample_tokens=0), tmp_path / "run", steps=2)
+@pytest.mark.parametrize(
+    ("durability", "saved"), [("off", "checkpoints/step_00000001"), ("step", "retained/step_00000001.json")]
+)
+def test_text_is_generated_from_a_run_and_from_what_it_saved(make_config, tmp_path, capsys, durability, saved):
+    _run(make_config(save_every=1, sample_tokens=0, durability=durability), tmp_path / "run", steps=2)
     files = sorted(tmp_path.rglob("*"))
     texts = []
-    for path in (tmp_path / "run", tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_00000001"):
+    for path in (tmp_path / "run", tmp_path / "run", tmp_path / "run" / saved):
         loop.generate(path, "the ", num_tokens=8, seed=3)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and all(text.startswith("the ") and text.endswith("\n") for text in texts)

@@ -43,6 +43,30 @@ def test_memory_does_not_grow_with_the_number_of_steps(steps):
     assert grown < 4 * MIB, f"{grown / MIB:.1f} MiB in {steps} steps"
 
 
+@pytest.mark.slow
+def test_a_thousand_steps_are_flat(tmp_path):
+    """Memory, open files, the log's size and the pace: every step committed, everything on NVMe."""
+    import os
+    import statistics
+    import time
+
+    batch = blocks.batch()
+    with trainer(NVME, run_dir=tmp_path) as made:
+        times, seen = [], {}
+        for step in range(1, 1001):
+            start = time.perf_counter()
+            made.step(batch)
+            times.append(time.perf_counter() - start)
+            if step in (100, 1000):
+                log = sum(file.stat().st_size for file in (tmp_path / "commits").iterdir())
+                seen[step] = (rss_bytes(), len(os.listdir("/proc/self/fd")), log)
+    (rss, files, _), (rss_end, files_end, log_end) = seen[100], seen[1000]
+    assert rss_end - rss < 4 * MIB and files_end == files, seen
+    assert log_end < 16 * MIB, seen
+    first, last = statistics.median(times[:100]), statistics.median(times[-100:])
+    assert last < 1.05 * first, (first, last)
+
+
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_planned_memory_is_what_is_used(tier):
     with trainer(placed(tier, residuals=tier)) as made:
@@ -113,7 +137,7 @@ def test_memory_does_not_grow_with_depth(deep):
 
 @contextlib.contextmanager
 def failing(made, site, code, after):
-    with _testing.inject(made._engine.store._engine, site, value=-code, after=after, times=1):
+    with _testing.inject(made._engine.store.files.engines[0], site, value=-code, after=after, times=1):
         yield
 
 
@@ -154,7 +178,8 @@ def test_nv05_an_error_in_the_update_stops_the_trainer(tmp_path, site, fused):
 
     optimizer = zinf.optim.adamw(1e-2) if fused else optax.adamw(1e-2)
     params = zinf.lazy(blocks.init, jax.random.key(0), 6)
-    with zinf.Trainer(blocks.loss, params, optimizer, config(NVME), run_dir=tmp_path) as made:
+    none = {"streaming": {"update_overlap": "none"}}  # the update is then part of its own step
+    with zinf.Trainer(blocks.loss, params, optimizer, config(NVME, none), run_dir=tmp_path) as made:
         made.step(blocks.batch())
         saved = made.save(tmp_path / "checkpoints" / "one")
         kept = everything(made)
@@ -197,7 +222,7 @@ DYING = """
 
     made = trainer(NVME)
     made.step(blocks.batch())
-    engine = made._engine.store._engine
+    engine = made._engine.store.files.engines[0]
     if sys.argv[1] == "interrupt":
         def interrupted(*args):
             raise KeyboardInterrupt("from the keyboard")

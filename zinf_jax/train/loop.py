@@ -31,7 +31,7 @@ from zinf_jax.config import Config, check_paths, load
 from zinf_jax.errors import ConfigError
 from zinf_jax.models import ModelSpec
 from zinf_jax.stream.stats import Stats, reset_peak_rss
-from zinf_jax.train import checkpoint, report
+from zinf_jax.train import report, wear
 from zinf_jax.train.data import Data
 from zinf_jax.train.metrics import MetricsWriter, read_metrics
 from zinf_jax.train.offline import generate, plan
@@ -47,8 +47,9 @@ from zinf_jax.train.recipe import (
     sample_tokens,
 )
 from zinf_jax.train.report import Peak, Summary, Traffic
-from zinf_jax.train.rundir import read_manifest
 from zinf_jax.train.shutdown import Shutdown
+from zinf_jax.train.source import CHECKPOINTS, find_latest
+from zinf_jax.train.tracing import TraceWish, check_request
 from zinf_jax.train.trainer import StepOutput, Trainer
 
 SUMMARY_FILE = "summary.json"
@@ -62,6 +63,9 @@ def run(
     resume: str | None = None,
     overwrite: bool = False,
     steps: int | None = None,
+    trace: str | Path | None = None,
+    trace_steps: int = 3,
+    trace_start: int = 2,
     console: Console | None = None,
     shutdown: Shutdown | None = None,
 ) -> Summary:
@@ -73,6 +77,9 @@ def run(
       resume: None: a new run; "auto": go on if there is a run, else a new one; or a path of a checkpoint.
       overwrite: Start anew where a run lies.
       steps: Where the run ends, in steps since its beginning; None: `config.train.steps`.
+      trace: File for a trace of some steps, or None; see `Trainer.trace`.
+      trace_steps: How many.
+      trace_start: The first of them, counted from 1 over the steps of this process.
       console: Where progress and tables go.
       shutdown: For callers that stop the run themselves.
 
@@ -92,10 +99,14 @@ def run(
         raise ConfigError("no number of steps: set train.steps, or pass --steps")
     options = LoopOptions.of(config.train.extra)
     check_paths(config, run_dir)
+    wish = None if trace is None else TraceWish(check_request(trace, trace_steps), trace_steps, trace_start)
     done = _already_done(run_dir, num_steps) if resume == "auto" else None
     if done is not None:
         _show(console, done)
         return done
+    if config.train.save_every and config.streaming.num_retained == 0:  # the space is reserved at the start
+        streaming = config.streaming.model_copy(update={"num_retained": options.keep_last})
+        config = config.model_copy(update={"streaming": streaming})
     with shutdown or Shutdown() as flag, Display(console, num_steps, config.train.log_every) as display:
         spec = build_model(config)
         batch_size = batch_size_of(config)
@@ -107,14 +118,16 @@ def run(
             trainer.prepare(first_batch(data))
             if trainer.user_state is not None:
                 data.train.set_state(trainer.user_state["data"])
-            _retire_checkpoints(run_dir / checkpoint.CHECKPOINTS, trainer.global_step, remove=overwrite)
+            _retire_checkpoints(run_dir / CHECKPOINTS, trainer.global_step, remove=overwrite)
             (run_dir / CONFIG_FILE).write_text(config.to_yaml())
             for line in (*config.notes, *_about(trainer, spec, run_dir)):
                 display.note(line)
+            written_before = 0 if resume is None or overwrite else wear.written_before(run_dir)
             with MetricsWriter(
                 run_dir, start_step=trainer.global_step, tensorboard=config.train.tensorboard
             ) as metrics:
                 loop = _Loop(config, options, spec, data, trainer, metrics, display, flag, run_dir, num_steps)
+                loop.trace, loop.written_before = wish, written_before
                 summary = loop.run()
     report.plot_losses(run_dir)
     (run_dir / SUMMARY_FILE).write_text(json.dumps(report.figures(summary), indent=2) + "\n")
@@ -132,12 +145,14 @@ def _about(trainer: Trainer, spec: ModelSpec, run_dir: Path) -> Iterator[str]:
 
 def _already_done(run_dir: Path, num_steps: int) -> Summary | None:
     """How a run that needs no more steps went: saves setting everything up to do nothing."""
-    manifest = read_manifest(run_dir)
     path = run_dir / SUMMARY_FILE
-    if manifest is None or manifest["status"] != "closed" or manifest["step"] < num_steps or not path.exists():
+    if not path.exists():
+        return None
+    source = find_latest(run_dir)
+    if source is None or not source.in_place or source.manifest["step"] < num_steps:
         return None
     summary = report.from_figures(json.loads(path.read_text()))
-    return summary if summary.step == manifest["step"] else None
+    return summary if summary.step == source.manifest["step"] else None
 
 
 def _retire_checkpoints(folder: Path, step: int, *, remove: bool) -> None:
@@ -160,6 +175,11 @@ def _show(console: Console, summary: Summary) -> None:
         console.rule("sample", align="left")
         console.print(summary.sample, markup=False, highlight=False)
         console.rule()
+    if summary.wear is not None:
+        console.print(summary.wear, markup=False, highlight=False, soft_wrap=True)
+    if summary.trace is not None:
+        text = f"trace: {summary.trace} (for https://ui.perfetto.dev, or: zinf timeline {summary.trace})"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     for what, name in (
         ("loss curve", report.LOSS_CURVE_FILE),
         ("metrics", "metrics.jsonl"),
@@ -188,6 +208,8 @@ class _Loop:
         self.config, self.options, self.spec, self.data = config, options, spec, data
         self.trainer, self.metrics, self.display, self.shutdown = trainer, metrics, display, shutdown
         self.run_dir, self.num_steps = run_dir, num_steps
+        self.trace: TraceWish | None = None
+        self.written_before = 0  # to NVMe, by earlier processes of the run
         self.traffic = Traffic()
         self.stats: Stats | None = None
         self.steps_done = 0
@@ -219,6 +241,8 @@ class _Loop:
         return False
 
     def _step(self) -> None:
+        if self.trace is not None and self.steps_done + 1 == self.trace.start:
+            self.trainer.trace(self.trace.path, self.trace.steps)
         batch = next(self.data.train)  # type: ignore[call-overload]
         # The place after this batch: a run that resumes from this step must not see it again.
         self.trainer.user_state = {"data": self.data.train.get_state()}
@@ -229,7 +253,9 @@ class _Loop:
         self.stats = stats = self.trainer.stats()
         self.traffic += Traffic(stats.nvme_bytes_read, stats.nvme_bytes_written, stats.h2d_bytes, stats.d2h_bytes)
         stall_s = stats.read_stall_s + stats.write_stall_s
-        self.metrics.write("step", out.step, _record(out, stats, time_s, self.data.tokens_per_batch))
+        record = _record(out, stats, time_s, self.data.tokens_per_batch)
+        record[wear.RUN_TOTAL] = self.written_before + stats.process_nvme_bytes_written
+        self.metrics.write("step", out.step, record)
         self.display.step(
             StepView(
                 step=out.step,
@@ -272,11 +298,16 @@ class _Loop:
 
     def _save(self, step: int) -> None:
         start = time.perf_counter()
-        folder = self.run_dir / checkpoint.CHECKPOINTS
-        path = folder / f"step_{step:08}"
-        self.trainer.save(path)
-        for old in sorted(folder.glob("step_*"))[: -self.options.keep_last]:
-            shutil.rmtree(old)
+        if self.trainer.durable:
+            older = [old for old in self.trainer.retained() if old < step]
+            older = older[: len(older) + 1 - self.options.keep_last]
+            path = self.trainer.save(replaces=[old for old in older if not _due(old, self.options.keep_every)])
+        else:
+            folder = self.run_dir / CHECKPOINTS
+            path = self.trainer.save(folder / f"step_{step:08}")
+            for folder_of in sorted(folder.glob("step_*"))[: -self.options.keep_last]:
+                if not _due(int(folder_of.name.removeprefix("step_")), self.options.keep_every):
+                    shutil.rmtree(folder_of)
         self.display.note(f"step {step}  saved in {time.perf_counter() - start:.1f} s: {path}")
 
     def _sample(self) -> str | None:
@@ -307,6 +338,8 @@ class _Loop:
         mine = read_metrics(self.run_dir, "step")[-self.steps_done :] if self.steps_done else []
         train_s = sum(record["time_s"] for record in mine)
         finished = trainer.global_step >= self.num_steps
+        run_written = self.written_before + trainer.stats().process_nvme_bytes_written
+        wish = self.trace if self.trace is not None and self.steps_done >= self.trace.start else None
         return Summary(
             run_dir=self.run_dir,
             status="finished" if finished else "stopped",
@@ -326,7 +359,17 @@ class _Loop:
             peaks=_peaks(trainer),
             sample=sample,
             resume_command=resume_command(self.run_dir, 2 * self.num_steps if finished else None),
+            run_nvme_bytes_written=run_written,
+            wear=self._wear(run_written, train_s),
+            trace=None if wish is None else str(wish.path),
         )
+
+    def _wear(self, run_written: int, train_s: float) -> str | None:
+        if not run_written:
+            return None
+        rate, rated = (self.traffic.nvme_written / train_s if train_s else 0.0), self.config.nvme_tbw
+        drive = Path(self.config.nvme_path[0]) if self.config.nvme_path else self.run_dir
+        return wear.sentence(run_written, rate, rated, wear.percent_used(drive) if rated is None else None)
 
 
 def resume_command(run_dir: Path, steps: int | None) -> str:

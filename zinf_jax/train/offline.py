@@ -14,7 +14,7 @@ from zinf_jax.config import Config
 from zinf_jax.errors import ConfigError, ResumeError
 from zinf_jax.models import ModelSpec
 from zinf_jax.plan import Plan
-from zinf_jax.train import checkpoint, setup
+from zinf_jax.train import setup
 from zinf_jax.train.data import Data
 from zinf_jax.train.recipe import (
     CONFIG_FILE,
@@ -28,6 +28,7 @@ from zinf_jax.train.recipe import (
 )
 from zinf_jax.train.shutdown import Shutdown
 from zinf_jax.train.signature import LossSignature
+from zinf_jax.train.source import find_latest
 
 
 def plan(config: Config) -> Plan:
@@ -44,7 +45,8 @@ def plan(config: Config) -> Plan:
     optimizer = config_module.build_optimizer(config)
     batch, rng = _abstract_batch(config, spec), jax.random.key(config.seed)
     return setup.build_step(
-        spec.loss_fn, signature, abstract, config, topology, optimizer, batch, rng=rng
+        spec.loss_fn, signature, abstract, config, topology, optimizer, batch, rng=rng,
+        durability=setup.Durability.of(config, has_run_dir=True),
     ).setup.plan()  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def generate(
 def _resting_trainer(config: Config, spec: ModelSpec, run_dir: Path, path: Path) -> Iterator[Any]:
     """A trainer on the run itself, or on a copy of one of its checkpoints that goes away afterwards."""
     if path == run_dir:
-        if checkpoint.find_latest(run_dir) is None:
+        if find_latest(run_dir) is None:
             raise ResumeError(f"{run_dir} holds no trained model yet")
         with make_trainer(config, spec, run_dir, resume="auto") as trainer:
             yield trainer

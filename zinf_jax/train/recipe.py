@@ -30,7 +30,8 @@ class LoopOptions:
     Attributes:
       valid_every: Steps between validations; 0: only before the first step and after the last.
       max_minutes: Training stops, as after a signal but with its sample, once it took so long; None: no limit.
-      keep_last: Checkpoints that are kept; older ones are removed once a newer one is complete.
+      keep_last: Saves that are kept; older ones are removed once a newer one is complete.
+      keep_every: Saves of steps that are multiples of it are kept for ever; 0: none.
       temperature, top_k: Of samples; see `generate`.
       window: Tokens that a sample is generated from; None: what prompt and sample need, at most the model's `seq_len`.
     """
@@ -38,6 +39,7 @@ class LoopOptions:
     valid_every: int = 0
     max_minutes: float | None = None
     keep_last: int = 2
+    keep_every: int = 0
     temperature: float = 0.8
     top_k: int | None = 40
     window: int | None = None
@@ -54,10 +56,10 @@ class LoopOptions:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(f"train.extra.{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from None
-        if options.valid_every < 0 or options.keep_last < 1:
+        if options.valid_every < 0 or options.keep_last < 1 or options.keep_every < 0:
             raise ConfigError(
-                f"train.extra: needs valid_every >= 0 and keep_last >= 1, got {options.valid_every} and "
-                f"{options.keep_last}"
+                "train.extra: needs valid_every >= 0, keep_last >= 1 and keep_every >= 0, got "
+                f"{options.valid_every}, {options.keep_last} and {options.keep_every}"
             )
         return options
 

@@ -59,6 +59,9 @@ class Summary:
       peaks: By kind of memory.
       sample: Generated text, or None.
       resume_command: Shell command that continues the run.
+      run_nvme_bytes_written: By all processes of the run; see `wear`.
+      wear: What that means for the drive, or None.
+      trace: Path of the trace, if one was recorded.
     """
 
     run_dir: Path
@@ -79,6 +82,9 @@ class Summary:
     peaks: dict[str, Peak]
     sample: str | None
     resume_command: str
+    run_nvme_bytes_written: int = 0
+    wear: str | None = None
+    trace: str | None = None
 
 
 def mean_last(values: list[float], count: int = 10) -> float | None:
@@ -137,6 +143,10 @@ def _rows(s: Summary) -> list[tuple[str, str, str]]:
             f"{share:.1f}% of the time; reads {s.read_stall_s:.2f}, writes {s.write_stall_s:.2f}",
         )
     )
+    if s.run_nvme_bytes_written:
+        rows.append(
+            ("written to NVMe in all", format_bytes(s.run_nvme_bytes_written), "by the run since its beginning")
+        )
     for name, peak in s.peaks.items():
         rows.append((f"peak {name}", _bytes(peak.measured), f"planned {_bytes(peak.planned)}"))
     return rows

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,28 @@ from zinf_jax.tier import Layout, LayoutOptions, Partitioning, Topology
 from zinf_jax.train.signature import LossSignature, Parts
 
 
-def engine_options(config: Config) -> EngineOptions:
+@dataclasses.dataclass(frozen=True)
+class Durability:
+    """Which steps survive a crash without being saved: every `every`-th, 0 for none."""
+
+    every: int
+
+    @classmethod
+    def of(cls, config: Config, *, has_run_dir: bool) -> "Durability":
+        """Without a run directory nothing could be resumed, so nothing is committed."""
+        text = config.streaming.durability or "step"
+        if not has_run_dir or text == "off":
+            return cls(0)
+        return cls(1 if text == "step" else int(text.removeprefix("every_")))
+
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+
+SHARE_BYTES = 128 << 20
+
+
+def engine_options(config: Config, durability: Durability = Durability(0)) -> EngineOptions:
     """The parts' own options from the config."""
     streaming, placement = config.streaming, config.placement
 
@@ -40,6 +61,10 @@ def engine_options(config: Config) -> EngineOptions:
         "chunk_bytes": streaming.chunk_bytes,
         "num_chunk_frames": streaming.num_chunk_frames,
         "micro_batches_per_group": streaming.micro_batches_per_group,
+        "update_overlap": streaming.update_overlap or "auto",
+        "num_versions": 2 + streaming.num_retained if durability.every else 1,
+        "write_through": durability.every > 0,
+        "update_hold": 2 if durability.every and streaming.update_overlap in (None, "backward") else 0,
     }
     layout = {"page_bytes": streaming.page_bytes, "min_io_bytes": streaming.min_io_bytes}
     aio = config.aio.model_dump()
@@ -47,7 +72,10 @@ def engine_options(config: Config) -> EngineOptions:
         aio["engine"] = "auto"
     defaults = EngineOptions()
     return EngineOptions(
-        placement=PlacementOptions(tier("weights"), tier("optimizer"), tier("gradients"), tier("residuals")),
+        placement=PlacementOptions(
+            tier("weights"), tier("optimizer"), tier("gradients"), tier("residuals"),
+            placement.optimizer_fraction, placement.weights_host_cache or 0,
+        ),
         stream=StreamOptions(**_given(stream)),
         layout=LayoutOptions(**_given(layout)),
         aio=aio_ffi.EngineOptions(**aio),
@@ -56,7 +84,7 @@ def engine_options(config: Config) -> EngineOptions:
         host_memory=config.host_memory,
         lock="auto" if config.pin_memory is None else config.pin_memory,
         num_threads=config.host_threads,
-    )
+    )  # fmt: skip
 
 
 def slot_initialiser(rule: Any) -> InitSlots:
@@ -65,6 +93,25 @@ def slot_initialiser(rule: Any) -> InitSlots:
         return rule.init_slots
     values = [rule.slot_init(slot) for slot in rule.slots]
     return lambda leaf_index, master: values
+
+
+def measure_shares(paths: Sequence[pathlib.Path], options: aio_ffi.EngineOptions) -> tuple[float, ...]:
+    """Bandwidth of each path relative to the fastest, reads and writes together, measured with a file on each.
+
+    Raises:
+      ConfigError: a path cannot be written.
+    """
+    if len(paths) == 1:
+        return (1.0,)
+    rates = []
+    for path in paths:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            found = aio_ffi.measure(path, num_bytes=SHARE_BYTES, options=options)
+        except OSError as error:
+            raise ConfigError(f"nvme_path {path} cannot be measured: {error}") from error
+        rates.append(2 / (1 / found.read_gbps + 1 / found.write_gbps))
+    return tuple(round(rate / max(rates), 3) for rate in rates)
 
 
 def with_chunk_elements(options: EngineOptions, chunk_elements: int) -> EngineOptions:
@@ -294,21 +341,23 @@ def build_step(
     *,
     state: Any = None,
     rng: Any = None,
-    check: Callable[[Any], Mapping[str, Any] | None] = lambda rule: None,
+    durability: Durability = Durability(0),
+    check: Callable[[Any, tuple[Leaf, ...]], Mapping[str, Any] | None] = lambda rule, leaves: None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> BuiltStep:
     """Traces, cuts, lays out and compiles a training step for batches like `batch`.
 
     Args:
-      loss_fn, signature, abstract, config, topology, optimizer, state, rng: The run.
+      loss_fn, signature, abstract, config, topology, optimizer, state, rng, durability: The run.
       batch: Arrays or abstract values.
-      check: Called with the bound optimizer before anything is compiled; returns the manifest to resume from, if any.
+      check: Called with the bound optimizer and the leaves before anything is compiled; returns the manifest whose
+        pages are used as they are, if any.
       progress: Called with (what, done, total).
 
     Raises:
       ConfigError, CutError: it cannot work.
     """
-    options = engine_options(config)
+    options = engine_options(config, durability)
     batching = Batching.of(batch, config, topology)
     micro = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((batching.micro_size, *x.shape[1:]), x.dtype), abstract_of(batch)
@@ -322,12 +371,14 @@ def build_step(
     if not any(leaf.kind is LeafKind.TRAINABLE for leaf in leaves):
         raise ConfigError("no parameter is trainable: check trainable_patterns and frozen_patterns")
     rule: Any = as_rule(optimizer).bind(leaves, abstract)
-    stored = check(rule)
+    stored = check(rule, leaves)
     if stored is None:
         layout = make_layout(traced.graph, topology, options.layout)
     else:
         layout = Layout.from_json(leaves, stored["layout"])
         options = with_chunk_elements(options, stored["chunk_elements"])
+    if not rule.fused:  # leaves that are updated whole cannot be, one by one, beside the passes
+        options = dataclasses.replace(options, stream=dataclasses.replace(options.stream, update_overlap="none"))
     record = RecordFormat.of(config.compute_dtype, len(rule.slots))
     gradient_dtype = config.resolve_gradient_dtype(batching.num_micro)
     program = step_program(
@@ -343,8 +394,8 @@ def build_step(
     return BuiltStep(batching, traced, rule, setup)
 
 
-def pages_directory(config: Config, run_dir: pathlib.Path, run_id: str) -> pathlib.Path:
+def pages_directories(config: Config, run_dir: pathlib.Path, run_id: str) -> list[pathlib.Path]:
     """Where the NVMe tier's files go: names are unique per run, so runs that share a path never meet."""
     if config.nvme_path:
-        return pathlib.Path(config.nvme_path[0]) / f"zinf-{run_id}"
-    return run_dir / "pages"
+        return [pathlib.Path(path).absolute() / f"zinf-{run_id}" for path in config.nvme_path]
+    return [run_dir.absolute() / "pages"]

@@ -4,15 +4,14 @@ It owns the run's counters (step, loss scale, rng, user state) and its directory
 set up at the first batch (or `prepare`), since the order of a step is known only when the loss was traced.
 """
 
+import copy
 import dataclasses
+import os
 import pathlib
-import secrets
 import shutil
-import tempfile
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,18 +20,22 @@ import numpy as np
 
 from zinf_jax import config as config_module
 from zinf_jax.config import Config
-from zinf_jax.errors import ConfigError, NonFiniteError, ResumeError, ZinfError
-from zinf_jax.graph.lazy import Initializer, Lazy, initializer
+from zinf_jax.errors import ConfigError, NonFiniteError, ZinfError
+from zinf_jax.graph.lazy import Lazy, initializer
 from zinf_jax.leaves import Leaf, LeafKind
 from zinf_jax.optim import clipping, loss_scale
 from zinf_jax.plan import Plan
 from zinf_jax.stream.engine import StreamEngine
-from zinf_jax.stream.stats import Stats, peak_rss_bytes
-from zinf_jax.tier import Layout
-from zinf_jax.train import checkpoint, setup
+from zinf_jax.stream.stats import Stats
+from zinf_jax.stream.trace import Lane
+from zinf_jax.train import checkpoint, relayout, setup
+from zinf_jax.train import manifest as manifest_module
+from zinf_jax.train.account import Account
 from zinf_jax.train.evaluate import Evaluator
-from zinf_jax.train.rundir import RunDir, read_manifest
+from zinf_jax.train.run import Run
 from zinf_jax.train.signature import LossSignature
+from zinf_jax.train.tracing import StepRecorder
+from zinf_jax.train.updating import StepUpdates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Trainer:
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.config: Config = config_module.load({} if config is None else config)
-        config_module.check_paths(self.config)
+        config_module.check_paths(self.config, run_dir)
         self._loss_fn = loss_fn
         self._params = params
         self._optimizer = config_module.build_optimizer(self.config) if optimizer is None else optimizer
@@ -90,61 +93,19 @@ class Trainer:
         self._progress = progress
         self.state = state
         self.user_state: Any = None
+        self._taken_user_state: Any = None  # as of the last step that was taken
+        self._failed_user_state: Any = None  # as of the last one that failed
         self.global_step = 0
         self.num_skipped = 0
         self._skipped_in_a_row = 0
         self._loss_scale = loss_scale.create(self.config.fp16) if self.config.fp16.enabled else None
         self._engine: StreamEngine | None = None
         self._broken: BaseException | None = None
-        self._totals: dict[str, float] = {}
-        self._last: dict[str, float] = {}
-        self._num_steps = 0
-        self._open_directory(run_dir, resume, overwrite)
-
-    # --- the run directory -------------------------------------------------------------------------------------
-
-    def _open_directory(self, run_dir: Any, resume: Any, overwrite: bool) -> None:
-        # "auto" goes on with what this very run did, whatever it once started from.
-        self._weights_only = self.config.restore == "weights" and resume != "auto"
-        self._temporary = run_dir is None
-        if self._temporary:
-            base = self.config.nvme_path[0] if self.config.nvme_path else None
-            if base is not None:
-                pathlib.Path(base).mkdir(parents=True, exist_ok=True)
-            run_dir = tempfile.mkdtemp(prefix="zinf-run-", dir=base)
-        self.run_dir = pathlib.Path(run_dir)
-        self._dir = RunDir(self.run_dir)
-        try:
-            manifest = self._dir.read_manifest()
-            self._source = self._find_source(manifest, resume, overwrite)
-            stored = None if self._source is None else self._source.manifest
-            in_place = self._source is not None and self._source.in_place
-            continues = stored is not None and manifest is not None and stored["run_id"] == manifest["run_id"]
-            if manifest is not None and not continues and not overwrite:
-                raise ResumeError(
-                    f"{self.run_dir} holds another run, at step {manifest['step']}: pass overwrite=True to give that "
-                    "one up, or another run_dir"
-                )
-            self._run_id = stored["run_id"] if stored is not None and continues else secrets.token_hex(6)
-            self._in_use = False  # is the manifest's word "closed" wrong?
-            if manifest is not None and not in_place:
-                checkpoint.delete_pages(manifest)
-        except BaseException:
-            self._dir.release()
-            raise
-        self._finalizer = weakref.finalize(self, _clean, self._dir, self.run_dir, self._temporary)
-
-    def _find_source(self, manifest: dict[str, Any] | None, resume: Any, overwrite: bool) -> "checkpoint.Source | None":
-        if resume is None:
-            if manifest is not None and not overwrite:
-                raise ResumeError(
-                    f"{self.run_dir} holds a run at step {manifest['step']}: pass resume='auto' to continue it, "
-                    "overwrite=True to start anew, or another run_dir"
-                )
-            return None
-        if resume == "auto":
-            return checkpoint.find_latest(self.run_dir)
-        return checkpoint.open_source(pathlib.Path(resume), self.run_dir)
+        self._account = Account()
+        self._recorder = StepRecorder()
+        self._run = Run(self.config, run_dir, resume, overwrite)
+        self.run_dir = self._run.path
+        self._finalizer = weakref.finalize(self, _clean, self._run)
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
@@ -164,58 +125,44 @@ class Trainer:
             return self
         built = setup.build_step(
             self._loss_fn, self._signature, self._abstract, self.config, self._topology, self._optimizer, batch,
-            state=self.state, rng=self._rng, check=self._check_source, progress=self._report,
+            state=self.state, rng=self._rng, durability=self._run.durability, check=self._check_source,
+            progress=self._report,
         )  # fmt: skip
         self._batching, self._traced, self._rule = built.batching, built.traced, built.rule
         self._leaves = built.setup.layout.leaves
         make = initializer(self._params, self._leaves)
         for text in (*self._traced.graph.warnings, *make.warnings):
             warnings.warn(text, stacklevel=2)
-        in_place = self._source is not None and self._source.in_place
-        directory = setup.pages_directory(self.config, self.run_dir, self._run_id)
-        init_slots = setup.slot_initialiser(self._rule)
-        self._engine = StreamEngine(built.setup, init_slots, directory, reuse=in_place)
+        in_place = self._run.source is not None and self._run.source.in_place
+        self._engine = engine = self._run.open_engine(built.setup, setup.slot_initialiser(self._rule))
+        self._updates = StepUpdates(engine, self._rule, clips=self.config.gradient_clipping > 0)
         try:
-            self._fill(make, in_place)
+            if self._run.source is None:
+                engine.contents.initialise(make, lambda d, t: self._report("initialise", d, t))
+            else:
+                self._restore_counters(self._run.restore(engine, self._report))
+            engine.store.step = self.global_step
+            self._run.begin(engine, tuple(self._rule.slots), self._counters())
         except BaseException:
-            self._engine.close(delete=not in_place)
+            engine.close(delete=not in_place)
+            if not in_place:
+                self._run.remove_pages()
             self._engine = None
             raise
         self._params = None  # the engine's pages are the only copy from here on
-        self._evaluator = Evaluator(self._engine, self._abstract)
-        if not in_place:  # a run that is only looked at stays closed
-            self._mark_in_use()
+        self._evaluator = Evaluator(engine, self._abstract)
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(
-            self, _clean, self._dir, self.run_dir, self._temporary, self._engine, directory
-        )
+        self._finalizer = weakref.finalize(self, _clean, self._run, engine)
         return self
 
-    def _check_source(self, rule: Any) -> dict[str, Any] | None:
-        """The manifest to resume from, if any, once it is known to fit."""
-        if self._source is None:
+    def _check_source(self, rule: Any, leaves: tuple[Leaf, ...]) -> dict[str, Any] | None:
+        """The manifest whose pages are used as they are, once what there is to resume from is known to fit."""
+        source = self._run.source
+        if source is None:
             return None
-        self._source.check(self.config.compute_dtype, rule.slots, self._topology, weights_only=self._weights_only)
-        return self._source.manifest
-
-    def _fill(self, make: Initializer, in_place: bool) -> None:
-        assert self._engine is not None
-        if self._source is None:
-            self._engine.contents.initialise(make, lambda d, t: self._report("initialise", d, t))
-        else:
-            if in_place and self._weights_only:  # the optimizer's pages are about to change
-                self._mark_in_use()
-            checkpoint.load(
-                self._engine, self._source, lambda d, t: self._report("restore", d, t),
-                weights_only=self._weights_only,
-            )  # fmt: skip
-            self._restore_counters(self._source.manifest)
-
-    def _mark_in_use(self) -> None:
-        """From here on the pages change: a run that dies now cannot be resumed in place."""
-        if not self._in_use:
-            self._dir.write_manifest(self._manifest("open"))
-            self._in_use = True
+        source.check(self.config.compute_dtype, rule.slots, weights_only=self._run.weights_only)
+        self._run.same_pages = relayout.stored_pages_fit(source, leaves, self._topology)
+        return source.manifest if self._run.same_pages else None
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self._progress is not None:
@@ -236,6 +183,16 @@ class Trainer:
             raise ConfigError("nothing is set up yet: call prepare(batch) or step(batch) first")
         return self._engine
 
+    def _at_rest(self) -> StreamEngine:
+        """The engine, with every update of the steps taken so far done."""
+        engine = self._ready()
+        try:
+            engine.settle()
+        except BaseException as error:
+            self._broken = engine.updates.failed
+            raise error
+        return engine
+
     # --- training -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> StepOutput:
@@ -250,6 +207,13 @@ class Trainer:
           StoreError: I/O failed. After an error in the update the trainer refuses to go on.
           NonFiniteError: too many skips in a row.
         """
+        try:
+            return self._step(batch)
+        except BaseException:
+            self._failed_user_state = copy.deepcopy(self.user_state)
+            raise
+
+    def _step(self, batch: Any) -> StepOutput:
         self.prepare(batch)
         engine = self._ready()
         if setup.Batching.of(batch, self.config, self._topology) != self._batching:
@@ -257,21 +221,32 @@ class Trainer:
                 f"this trainer was planned for batches like {self._batching.described}, got {setup.describe(batch)}: "
                 "drop or pad the odd one, or use another trainer"
             )
-        start = time.perf_counter()
-        before = engine.store.statistics()
-        engine.counters.take()
+        self._recorder.begin(engine.counters.tracer)
+        self._account.begin(engine)
         scale = 1.0 if self._loss_scale is None else self._loss_scale.scale
-        results = engine.executor.run(self._outer_inputs(batch), scale)
-        squares = engine.gradients.finish()
-        middle = time.perf_counter()
+        with engine.counters.tracer.span(Lane.HOST_TO_DEVICE, "batch"):
+            outer = self._outer_inputs(batch)
+        try:
+            weighted = self._traced.parts.weight is not None and self._batching.num_micro > 1
+            divisor = None if weighted else scale * self._batching.num_micro
+            results = engine.executor.run(outer, scale, speculate=self._updates.ahead(self.global_step, divisor))
+            squares = engine.gradients.finish()
+        except BaseException:
+            self._broken = engine.updates.failed  # else the step can be taken again
+            engine.updates.abort()
+            raise
+        self._account.middle()
         parts = [self._signature.split(jax.tree.unflatten(self._traced.graph.out_tree, r)) for r in results]
         weights = self._weights(parts, engine.executor.weight_unit)
         clip = clipping.clip(squares, scale * sum(weights), self.config.gradient_clipping or None)
+        self._updates.settle(clip, scale * sum(weights))
+        if self._loss_scale is not None:
+            self._loss_scale = loss_scale.update(self._loss_scale, overflow=clip.skip)
         if not clip.skip:
             self._update(clip.gradient_scale, parts[-1].state)
         self._after(clip.skip)
         output = self._output(parts, weights, clip.norm, clip.skip, scale)
-        self._account(engine, before, start, middle)
+        self._recorder.end(output.step + clip.skip, self._account.start_s, self._account.end(engine))
         if self._skipped_in_a_row >= self.config.max_consecutive_skips:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients (loss {output.loss}): lower the "
@@ -303,21 +278,28 @@ class Trainer:
 
     def _update(self, gradient_scale: float, new_state: Any) -> None:
         """The pages and the counters that belong to them change together, or this trainer is at its end."""
-        engine = self._ready()
-        self._mark_in_use()
+        engine, count = self._ready(), self.global_step
+        self._run.mark_in_use(engine)
         try:
-            engine.updater.run(self._rule, self.global_step, gradient_scale)
             self.state = new_state
             self.global_step += 1
+            self._taken_user_state, self._failed_user_state = copy.deepcopy(self.user_state), None
             self._skipped_in_a_row = 0
+            self._updates.apply(count, gradient_scale, self._commit_of_step)
         except BaseException as error:
             self._broken = error
             raise
 
+    def _commit_of_step(self) -> Callable[[], None]:
+        """As of this step, though its pages may be written only when the next one is under way."""
+        if not self._run.durability.due(self.global_step):
+            return lambda: None
+        engine, counters = self._ready(), self._counters()
+        return lambda: self._run.commit(engine, counters)
+
     def _after(self, skipped: bool) -> None:
-        if self._loss_scale is not None:
-            self._loss_scale = loss_scale.update(self._loss_scale, overflow=skipped)
         if skipped:
+            self._taken_user_state = copy.deepcopy(self.user_state)
             self.num_skipped += 1
             self._skipped_in_a_row += 1
             warnings.warn(
@@ -337,39 +319,21 @@ class Trainer:
         rates = self._rule.hyperparameters(self.global_step - (0 if skipped else 1))
         return StepOutput(loss, aux, norm, self.global_step, skipped, rates.get("learning_rate"), scale)
 
-    def _account(self, engine: StreamEngine, before: Any, start: float, middle: float) -> None:
-        after, end = engine.store.statistics(), time.perf_counter()
-        values = engine.counters.take()
-        values |= {
-            "step_time_s": end - start,
-            "pass_time_s": middle - start,
-            "update_time_s": end - middle,
-            "nvme_bytes_read": after.bytes_read - before.bytes_read,
-            "nvme_bytes_written": after.bytes_written - before.bytes_written,
-        }
-        self._num_steps += 1
-        self._last = values
-        for total, name in (
-            ("total_time_s", "step_time_s"),
-            ("total_nvme_bytes_read", "nvme_bytes_read"),
-            ("total_nvme_bytes_written", "nvme_bytes_written"),
-            ("total_read_stall_s", "read_stall_s"),
-            ("total_write_stall_s", "write_stall_s"),
-        ):
-            self._totals[total] = self._totals.get(total, 0) + values.get(name, 0)
-
     def stats(self) -> Stats:
         """What was measured: of the last step, and in all."""
-        engine = self._ready()
-        known = {f.name for f in dataclasses.fields(Stats)}
-        resident = sum(1 for _ in engine.plan.resident)
-        return Stats(
-            num_steps=self._num_steps,
-            peak_host_bytes=engine.arena.num_bytes if resident else engine.arena.peak_leased_bytes,
-            peak_device_bytes=engine.counters.peak_device_bytes,
-            peak_rss_bytes=peak_rss_bytes(),
-            **{k: v for k, v in (self._last | self._totals).items() if k in known},  # type: ignore[arg-type]
-        )
+        return self._account.stats(self._ready(), updates_undone=self._updates.num_undone)
+
+    def trace(self, path: Any, steps: int = 1) -> None:
+        """Records the next `steps` steps and then writes them to `path`, for Perfetto and `zinf timeline`.
+
+        Args:
+          path: Of the file, gzipped if it ends in `.gz`. Written early, with what there is, if the trainer is closed.
+          steps: How many. The first step of a process is slower than those after it.
+
+        Raises:
+          ConfigError: see `StepRecorder.request`.
+        """
+        self._recorder.request(path, steps)
 
     # --- looking ------------------------------------------------------------------------------------------------
 
@@ -379,19 +343,19 @@ class Trainer:
         Returns:
           What `fn` returns, on the devices.
         """
-        self._ready()
+        self._at_rest()
         return self._evaluator(fn, batch)
 
     def iter_params(self, *, master: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """(name, value) leaf by leaf: fp32 masters of trained leaves, or with `master=False` what the loss sees."""
-        engine = self._ready()
+        engine = self._at_rest()
         for leaf in engine.layout.leaves:
             if leaf.kind is not LeafKind.STATIC:
                 yield leaf.name, engine.contents.leaf(leaf, master=master)
 
     def params(self, *, master: bool = True) -> Any:
         """The whole parameter tree in host memory, in the user's own structure. For small models and tests."""
-        engine = self._ready()
+        engine = self._at_rest()
         flat, treedef = jax.tree.flatten(self._abstract)
         values = [self._user_leaf(engine, leaf, value, master) for leaf, value in zip(self._leaves, flat, strict=True)]
         return jax.tree.unflatten(treedef, values)
@@ -406,7 +370,7 @@ class Trainer:
 
     def opt_state(self) -> dict[str, Any]:
         """{"count": n, slot: {leaf name: fp32 array}} in host memory. For small models and tests."""
-        engine = self._ready()
+        engine = self._at_rest()
         trained = [leaf for leaf in self._leaves if leaf.kind is LeafKind.TRAINABLE]
         slots: dict[str, dict[str, np.ndarray]] = {}
         for leaf in trained:
@@ -417,48 +381,88 @@ class Trainer:
 
     # --- saving -------------------------------------------------------------------------------------------------
 
-    def _manifest(self, status: str) -> dict[str, Any]:
-        engine = self._ready()
-        return checkpoint.manifest(
-            engine, status=status, run_id=self._run_id, step=self.global_step, num_skipped=self.num_skipped,
-            rng=self._rng, state=self.state, user_state=self.user_state, slots=self._rule.slots,
-            small={} if self._rule.fused else self._rule.state_dict(),
+    def _counters(self) -> dict[str, Any]:
+        """What belongs to the step beside the pages."""
+        return manifest_module.counters(
+            step=self.global_step, num_skipped=self.num_skipped, rng=self._rng, state=self.state,
+            user_state=self._user_state_of_step(), small={} if self._rule.fused else self._rule.state_dict(),
             scale=None if self._loss_scale is None else loss_scale.to_json(self._loss_scale),
-            directory=str(setup.pages_directory(self.config, self.run_dir, self._run_id)),
         )  # fmt: skip
 
+    def _user_state_of_step(self) -> Any:
+        """What the user noted for the step that was taken; not for one that failed, whose batch must come again."""
+        failed = self._failed_user_state is not None and self.user_state == self._failed_user_state
+        return copy.deepcopy(self._taken_user_state if failed else self.user_state)
+
     def _restore_counters(self, manifest: dict[str, Any]) -> None:
-        if self._weights_only:
+        if self._run.weights_only:
             return
         self.global_step = manifest["step"]
         self.num_skipped = manifest["num_skipped"]
         self.user_state = manifest["user_state"]
-        self._rng = checkpoint.decode_rng(manifest["rng"])
+        self._taken_user_state = copy.deepcopy(self.user_state)
+        self._rng = manifest_module.decode_rng(manifest["rng"])
         if manifest["loss_scale"] is not None and self._loss_scale is not None:
             self._loss_scale = loss_scale.from_json(manifest["loss_scale"])
         if not self._rule.fused:
-            small = {name: checkpoint.decode_array(value) for name, value in manifest["optimizer_state"].items()}
+            small = {name: manifest_module.decode_array(value) for name, value in manifest["optimizer_state"].items()}
             self._rule.load_state_dict(small)
         if manifest["state"] is not None and self.state is not None:
-            self.state = checkpoint.decode_state(manifest["state"], self.state)
+            self.state = manifest_module.decode_state(manifest["state"], self.state)
 
-    def save(self, path: Any) -> pathlib.Path:
-        """Writes a checkpoint: everything that a resume needs, in a new directory that appears whole or not at all.
+    def save(self, path: Any = None, *, replaces: Sequence[int] = ()) -> pathlib.Path:
+        """Keeps the state of this step, everything that a resume needs.
+
+        Args:
+          path: A new directory, that appears whole or not at all. None: kept in place, without a copy: its extents are
+            not used again until `release`.
+          replaces: Steps kept in place that are given up once this one is durable.
+
+        Returns:
+          What `resume` takes: `path`, or a file under `run_dir/retained`.
 
         Raises:
-          ConfigError: the path is taken.
+          ConfigError: the path is taken; or without one, durability is off.
           StoreError: no room, or I/O failed; nothing is left behind.
         """
-        engine = self._ready()
-        return checkpoint.save(engine, pathlib.Path(path), self._manifest("saved"))
+        engine = self._at_rest()
+        if path is None:
+            return self._run.retain(engine, self._counters(), replaces)
+        content = self._run.describe(engine, "saved") | self._counters()
+        return checkpoint.save(engine, pathlib.Path(path), content)
+
+    @property
+    def durable(self) -> bool:
+        """Are steps committed, so that a crash loses at most those since the last commit?"""
+        return self._run.durability.every > 0
+
+    def retained(self) -> list[int]:
+        """The steps that are kept in place."""
+        return [step for step, _ in self._run.retained()]
+
+    def release(self, step: int) -> None:
+        """Gives up a step that was kept in place.
+
+        Raises:
+          ConfigError: it is not kept.
+        """
+        if step not in self.retained():
+            raise ConfigError(f"step {step} is not kept in {self.run_dir}: there are {self.retained() or 'none'}")
+        self._run.release(self._ready(), step)
 
     def close(self) -> None:
-        """Brings everything to rest: a run with a run_dir can be resumed in place, the files of others are removed."""
-        if self._engine is not None and self._broken is None and not self._temporary and self._in_use:
-            checkpoint.bring_to_rest(self._engine)
-            self._dir.write_manifest(self._manifest("closed"))
-        self._finalizer()
-        self._engine = None
+        """Brings everything to rest: a run with a run_dir can be resumed in place, the files of others are removed.
+
+        Raises:
+          StoreError: what was still under way failed; the last committed step holds.
+        """
+        self._recorder.close()
+        try:
+            if self._engine is not None and self._broken is None and not self._run.temporary:
+                self._run.rest(self._at_rest(), self._counters())
+        finally:
+            self._finalizer()
+            self._engine = None
 
     def __enter__(self) -> "Trainer":
         return self
@@ -467,21 +471,18 @@ class Trainer:
         self.close()
 
 
-def _clean(
-    run_dir: RunDir,
-    path: pathlib.Path,
-    temporary: bool,
-    engine: StreamEngine | None = None,
-    directory: pathlib.Path | None = None,
-) -> None:
+def _clean(run: Run, engine: StreamEngine | None = None) -> None:
     """Ends transfers, frees memory, removes a temporary run's files, gives the directory up."""
-    if engine is not None:
-        engine.close(delete=temporary)
-    if temporary:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-        shutil.rmtree(path, ignore_errors=True)
-    run_dir.release()
+    if os.getpid() != run.pid:
+        return  # a forked child that ends: the run is its parent's
+    try:
+        if engine is not None:
+            engine.close(delete=run.temporary)
+    finally:
+        if run.temporary:
+            run.remove_pages()
+            shutil.rmtree(run.path, ignore_errors=True)
+        run.directory.release()
 
 
-__all__ = ["Layout", "StepOutput", "Trainer", "read_manifest"]
+__all__ = ["StepOutput", "Trainer"]

@@ -1,0 +1,140 @@
+"""When the update runs never changes a bit: every mode, with or without commits, with clips and skips on some steps."""
+
+import functools
+
+import pytest
+
+import zinf_jax as zinf
+from tests.train import blocks
+from tests.train.blocks import placed, run
+
+MODES = ("none", "backward", "next_forward", "auto")
+DURABILITIES = ("off", "step", "every_3")
+STEPS = 8
+
+
+def mode(update_overlap, durability="off", **other):
+    return {"streaming": {"update_overlap": update_overlap, "durability": durability, **other}}
+
+
+@functools.cache
+def some_clip():
+    """A bound that the norm of some steps exceeds and that of others does not."""
+    norms = sorted(run(placed("host"), {"gradient_clipping": 1e9}, mode("none"), steps=STEPS).norms)
+    return norms[STEPS // 2] * 0.999
+
+
+@functools.cache
+def reference(clipping, precision="fp32"):
+    return run(placed("host"), parts(clipping, precision), mode("none"), steps=STEPS)
+
+
+def parts(clipping, precision="fp32"):
+    # 2**22 overflows in this model: the first steps are skipped, later ones are not.
+    section = {} if precision == "fp32" else {"fp16": {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}}
+    return {"gradient_clipping": clipping, **section}
+
+
+def test_the_bound_clips_some_steps_only():
+    norms = reference(some_clip()).norms
+    assert 2 <= sum(n > some_clip() for n in norms) <= STEPS - 2
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_gives_the_same_bits(name, durability, tmp_path):
+    got = run(
+        placed("nvme"), parts(some_clip()), mode(name, durability), steps=STEPS,
+        run_dir=tmp_path / "run" if durability != "off" else None,
+    )  # fmt: skip
+    assert got.bits == reference(some_clip()).bits
+    assert got.stats.fetch_misses == 0
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_fp16_overflows_on_some_steps(name, tmp_path):
+    expected = reference(some_clip(), "fp16")
+    assert any(expected.skipped) and not all(expected.skipped)
+    got = run(placed("nvme"), parts(some_clip(), "fp16"), mode(name, "step"), steps=STEPS, run_dir=tmp_path)
+    assert got.bits == expected.bits
+
+
+@pytest.mark.parametrize("tiers", ["nvme-host-host", "host-nvme-nvme", "device-nvme-device", "host-host-host"])
+@pytest.mark.parametrize("name", ["backward", "next_forward"])
+def test_tiers_that_cannot_be_undone(name, tiers, tmp_path):
+    weights, optimizer, gradients = tiers.split("-")
+    placement = {"placement": {"weights": weights, "optimizer": optimizer, "gradients": gradients}}
+    got = run(placement, parts(some_clip()), mode(name, "step"), steps=STEPS, run_dir=tmp_path)
+    assert got.bits == reference(some_clip()).bits
+
+
+@pytest.mark.parametrize("name", ["backward", "next_forward"])
+@pytest.mark.parametrize(
+    "streaming", [{"lookahead": 0}, {"num_chunk_frames": 1}, {"max_in_flight": 1}, {"chunk_bytes": 1}], ids=str
+)
+def test_whatever_runs_ahead(name, streaming, tmp_path):
+    residuals = placed("nvme", residuals="nvme")
+    got = run(residuals, parts(some_clip()), mode(name, "step", **streaming), steps=STEPS, run_dir=tmp_path)
+    assert got.bits == reference(some_clip()).bits
+
+
+@pytest.mark.parametrize("name", ["backward", "next_forward"])
+def test_micro_batches(name, tmp_path):
+    micro = {"gradient_accumulation_steps": 4, **parts(some_clip())}
+    expected = run(placed("host"), micro, mode("none"), steps=4)
+    assert run(placed("nvme"), micro, mode(name, "step"), steps=4, run_dir=tmp_path).bits == expected.bits
+
+
+def test_state_is_whole_whenever_it_is_looked_at():
+    """The update of the last step is done before parameters, moments or an evaluation are given."""
+    looked, plain = [], []
+    for name, seen in (("next_forward", looked), ("none", plain)):
+        with zinf.Trainer(
+            blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
+            blocks.config(placed("nvme"), mode(name)),
+        ) as trainer:  # fmt: skip
+            for i in range(3):
+                trainer.step(blocks.batch(seed=i))
+                seen.append(float(trainer.evaluate(blocks.loss, blocks.batch(seed=7))))
+                seen.append({k: v.tobytes() for k, v in trainer.iter_params()})
+                seen.append(trainer.opt_state()["mu"]["embedding"].tobytes())
+    assert looked == plain
+
+
+def test_an_update_meets_the_weights_in_their_frame():
+    """26 bytes per parameter where 28 move otherwise: the weights are not read again for the update."""
+    sixteen = {"bf16": {"enabled": True}}
+    none = run(placed("nvme", gradients="host"), sixteen, mode("none"), steps=6).stats
+    ahead = run(placed("nvme", gradients="host"), sixteen, mode("next_forward"), steps=6).stats
+    weights = sum(p.weights_bytes for p in run(placed("nvme"), sixteen, steps=1).plan.shape.pages)
+    # Six updates, of which the last one was asked for by looking: it reads as the other does.
+    assert none.total_nvme_bytes_read - ahead.total_nvme_bytes_read >= 5 * weights
+
+
+@pytest.mark.parametrize(("clipping", "undone"), [(1e9, 0), (1e-3, 4)])
+def test_running_ahead_is_counted_and_undone_where_the_norm_says_so(tmp_path, clipping, undone):
+    with zinf.Trainer(
+        blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
+        blocks.config(placed("nvme"), {"gradient_clipping": clipping}, mode("backward", "step")), run_dir=tmp_path,
+    ) as trainer:  # fmt: skip
+        for step in range(4):
+            trainer.prepare(blocks.batch())
+            trainer.params()  # all of the step before is written
+            trainer._run.wait(trainer._engine)  # and durable: old versions can stay
+            trainer.step(blocks.batch(seed=step))
+            assert trainer.stats().pages_ahead >= 3
+        assert trainer.stats().updates_undone == undone
+
+
+def test_auto_runs_ahead_once_steps_are_not_clipped(tmp_path):
+    with zinf.Trainer(
+        blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
+        blocks.config(placed("nvme"), {"gradient_clipping": 1e9}, mode("auto", "step")), run_dir=tmp_path,
+    ) as trainer:  # fmt: skip
+        ahead = []
+        for step in range(4):
+            trainer.prepare(blocks.batch()).params()
+            trainer._run.wait(trainer._engine)
+            trainer.step(blocks.batch(seed=step))
+            ahead.append(trainer.stats().pages_ahead > 0)
+    assert ahead == [False, False, True, True]
