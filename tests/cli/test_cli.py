@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from zinf_jax.cli import _bench, _machine, _run, app
+from zinf_jax.cli import _bench, _run, app
 from zinf_jax.config import Config, entries, load
 
 
@@ -39,7 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, tuple[Any, ..
 def test_help_lists_the_commands_that_exist_and_their_examples() -> None:
     result = zinf("--help")
     assert result.exit_code == 0
-    for command in ("train", "plan", "generate", "report", "bench-io", "config", "config-reference"):
+    commands = ("train", "plan", "generate", "timeline", "report", "bench-io", "verify", "clean", "config")
+    for command in (*commands, "config-reference"):
         assert command in result.output
         shown = zinf(command, "--help")
         assert shown.exit_code == 0
@@ -107,6 +108,17 @@ def test_train_hands_over_config_directory_and_start(
     assert first == {"run_dir": Path("runs/small"), "resume": None, "steps": 7, "overwrite": False}
     assert second == {"run_dir": Path("elsewhere"), "resume": "auto", "steps": None, "overwrite": False}
     assert third == {"run_dir": Path("runs/small"), "resume": "saved", "steps": None, "overwrite": True}
+
+
+def test_train_hands_over_what_to_trace(config_file: Path, calls: list[Any]) -> None:
+    assert zinf("train", config_file, "--trace", "t.json.gz").exit_code == 0
+    assert zinf("train", config_file, "--trace", "t.json", "--trace-steps", 1, "--trace-start", 9).exit_code == 0
+    found = [{name: value for name, value in call[3].items() if name.startswith("trace")} for call in calls]
+    assert found == [
+        {"trace": Path("t.json.gz"), "trace_steps": 3, "trace_start": 2},
+        {"trace": Path("t.json"), "trace_steps": 1, "trace_start": 9},
+    ]
+    assert zinf("train", config_file, "--trace", "t.json", "--trace-steps", 0).exit_code == 2
 
 
 def test_train_checks_paths_before_anything_else(config_file: Path, calls: list[Any]) -> None:
@@ -193,18 +205,6 @@ def test_report_for_people_with_a_config(tmp_path: Path) -> None:
     unwrapped = re.sub(r"\s+", "", result.stdout)
     assert str(tmp_path / "drive") in unwrapped
     assert "offload_optimizer.fast_inithasnomeaninghere" in unwrapped
-
-
-def test_the_cgroup_limit_is_the_least_along_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {"/proc/self/cgroup": ["0::/a/b"], "/sys/fs/cgroup/a/b/memory.max": ["max"],
-            "/sys/fs/cgroup/a/memory.max": ["1048576"], "/sys/fs/cgroup/memory.max": ["4194304"]}  # fmt: skip
-    monkeypatch.setattr(_machine, "_lines", lambda path: tree.get(str(path), []))
-    assert _machine.cgroup_memory_limit() == 1 << 20
-    tree["/proc/self/cgroup"] = ["7:cpu,memory:/x", "3:pids:/x"]
-    tree["/sys/fs/cgroup/memory/x/memory.limit_in_bytes"] = ["9223372036854771712"]  # version 1's way to say none
-    assert _machine.cgroup_memory_limit() is None
-    tree["/sys/fs/cgroup/memory/x/memory.limit_in_bytes"] = ["2097152"]
-    assert _machine.cgroup_memory_limit() == 2 << 20
 
 
 def test_bench_io_prints_a_section_that_loads(tmp_path: Path) -> None:

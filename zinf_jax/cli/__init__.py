@@ -1,6 +1,6 @@
-"""The command `zinf`. `_run` and `_tools` register the commands with the application when they are imported."""
+"""The command `zinf`. `_run`, `_care`, `_timeline` and `_tools` register their commands when they are imported."""
 
-from zinf_jax.cli import _run, _tools
+from zinf_jax.cli import _care, _run, _timeline, _tools
 from zinf_jax.cli._app import app
 
 
@@ -9,4 +9,4 @@ def main() -> None:
     app()
 
 
-__all__ = ["_run", "_tools", "app", "main"]
+__all__ = ["_care", "_run", "_timeline", "_tools", "app", "main"]

@@ -32,6 +32,19 @@ def train(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --run-dir.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            show_default=False,
+            help="Record some steps into this file, for [cyan]zinf timeline[/] and ui.perfetto.dev; "
+            "gzipped if it ends in .gz.",
+        ),
+    ] = None,
+    trace_steps: Annotated[int, typer.Option(min=1, help="How many steps to record.")] = 3,
+    trace_start: Annotated[
+        int, typer.Option(min=1, help="The first step to record; 1 is the first of this process, slower than the rest.")
+    ] = 2,
     set_: SetOption = None,
 ) -> None:
     """Train a model.
@@ -42,13 +55,19 @@ def train(
 
       zinf train configs/quickstart.yaml --resume auto
 
+      zinf train configs/quickstart.yaml --trace trace.json.gz
+
       zinf train ds_config.json -s model.kwargs.size=125m -s train.steps=100 --run-dir runs/try
     """
     with user_errors(ctx):
         loaded = load_config(config, [*(set_ or ()), *([] if steps is None else [f"train.steps={steps}"])])
         where = run_dir or Path("runs") / config.stem
         check_paths(loaded, where)
-        call("zinf_jax.train.loop", "run", loaded, run_dir=where, resume=resume, steps=steps, overwrite=overwrite)
+        tracing = {} if trace is None else {"trace": trace, "trace_steps": trace_steps, "trace_start": trace_start}
+        call(
+            "zinf_jax.train.loop", "run", loaded,
+            run_dir=where, resume=resume, steps=steps, overwrite=overwrite, **tracing,
+        )  # fmt: skip
 
 
 @app.command()
