@@ -30,7 +30,8 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _name(row: Row) -> tuple[str, str]:
-    return f"{row['size']} x{row['micro_batches']}", row["variant"]
+    clips = f", clips {row['clips']}" if "plan" in row else ""
+    return f"{row['size']} x{row['micro_batches']}", row["variant"] + clips
 
 
 def _seconds(value: float | None) -> str:
@@ -45,15 +46,16 @@ def steps_table(rows: Sequence[Row]) -> Table:
         streamed = "plan" in row
         host = floors.get("host_work_s") if streamed else None
         times = [row["step_s"], row["memory_step_s"]]
-        floor = [floors.get("compute_s"), host, floors.get("io_s")]
+        floor = [floors.get("compute_s"), host, floors.get("io_s"), floors.get("schedule_s")]
+        over = row["step_s"] / floors["schedule_s"] if floors.get("schedule_s") else None
         ratio = limited(row["ratio"], row.get("max_ratio"))
         like = [r for r in rows if (r["size"], r["micro_batches"]) == (row["size"], row["micro_batches"])]
         peer = next((r for r in like if r["variant"] == "deepspeed"), None)
         versus = f"{peer['step_s'] / row['step_s']:.2f}x" if peer and row["variant"] == "nvme" else "-"
-        return [*_name(row), *map(_seconds, times), ratio, versus, *map(_seconds, floor)]
+        return [*_name(row), *map(_seconds, times), ratio, versus, *map(_seconds, floor), _seconds(over)]
 
     columns = ["model", "variant", "step s", "in memory s", "ratio", "DeepSpeed takes"]
-    columns += ["compute s", "host work s", "I/O s"]
+    columns += ["compute s", "host work s", "I/O s", "schedule s", "over it"]
     return _table("Step time (medians of one run) and floors", columns, map(cells, rows))
 
 
@@ -85,7 +87,7 @@ def bytes_table(rows: Sequence[Row]) -> Table:
 
 def time_table(rows: Sequence[Row]) -> Table:
     """Where a streamed step's time went, from the trainer's own clocks (means of the last turn)."""
-    causes = ("device_wait_s", "host_work_s", "read_stall_s", "write_stall_s")
+    causes = ("device_wait_s", "host_work_s", "read_stall_s", "write_stall_s", "commit_stall_s")
 
     def cells(row: Row) -> list[str]:
         stats = row["last"]["stats"]
@@ -97,7 +99,7 @@ def time_table(rows: Sequence[Row]) -> Table:
         return [*_name(row), *map(_seconds, [*passes, *parts, rest]), f"{stats['fetch_misses']:.0f}", device]
 
     columns = ["model", "variant", "step s", "passes s", "update s", "device wait s", "host work s"]
-    columns += ["read stall s", "write stall s", "rest s", "misses", "device MiB"]
+    columns += ["read stall s", "write stall s", "commit stall s", "rest s", "misses", "device MiB"]
     streamed = [row for row in rows if "plan" in row]
     return _table("Where the time went (means of the last turn)", columns, map(cells, streamed))
 

@@ -111,6 +111,7 @@ def in_memory(spec: dict[str, Any]) -> Commands:
 
 STATS = (
     "step_time_s", "pass_time_s", "update_time_s", "read_stall_s", "write_stall_s", "device_wait_s", "host_work_s",
+    "update_stall_s", "commit_stall_s",
     "fetches", "fetch_misses", "nvme_bytes_read", "nvme_bytes_written", "h2d_bytes", "d2h_bytes",
 )  # fmt: skip
 
@@ -121,7 +122,8 @@ def streamed(spec: dict[str, Any]) -> Commands:
     model = model_of(spec, remat=False)
     params = zinf.lazy(model.init_fn, jax.random.key(0))
     tx = zinf.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    return _commands(zinf.Trainer(model.loss_fn, params, tx, spec["config"]), model, spec["num_micro_batches"])
+    trainer = zinf.Trainer(model.loss_fn, params, tx, spec["config"], run_dir=spec["run_dir"])
+    return _commands(trainer, model, spec["num_micro_batches"])
 
 
 def configured(spec: dict[str, Any]) -> Commands:
@@ -161,7 +163,8 @@ def _commands(trainer: Any, model: ModelSpec, num_rows: int) -> Commands:
     def plan() -> Reply:
         found = trainer.plan
         names = ("arena_bytes", "device_bytes", "peak_rss_bytes", "base_rss_bytes")
-        moved = {"read_bytes": found.prediction.read_bytes, "write_bytes": found.prediction.write_bytes}
+        kinds = ("read_bytes", "write_bytes", "update_read_bytes", "update_write_bytes")
+        moved = {name: getattr(found.prediction, name) for name in kinds}
         memory = {name: getattr(found, name) for name in names}
         return {**moved, **memory, "prepare_s": prepare_s, "table": found.table()}
 

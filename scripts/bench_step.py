@@ -1,4 +1,4 @@
-"""Step time of streamed training against plain JAX in memory, on the models of DESIGN section 8.
+"""Step time of streamed training against plain JAX in memory, on the project's decoder (50M to 1.3B parameters).
 
     python scripts/bench_step.py                       # 125M and 350M; device, host, NVMe; 1 and 4 micro-batches
     python scripts/bench_step.py --sizes 50m --peer-python ~/peer/bin/python --json step.json
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -56,14 +57,14 @@ class Variant:
 
     Attributes:
       budgeted: Runs with a limited `host_memory`.
-      max_ratio: By number of micro-batches, what its step may take of the in-memory one's.
-      max_bytes: Likewise, what it may move per parameter and step.
+      max_ratio: By clipping and number of micro-batches, what its step may take of the in-memory one's.
+      max_bytes: By number of micro-batches, what it may move per parameter and step.
     """
 
     name: str
     placement: dict[str, str]
     budgeted: bool = False
-    max_ratio: dict[int, float] = dataclasses.field(default_factory=dict)
+    max_ratio: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     max_bytes: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
@@ -71,29 +72,31 @@ def everywhere(tier: str) -> dict[str, str]:
     return dict.fromkeys(("weights", "optimizer", "gradients"), tier)
 
 
-NVME_RATIOS = {1: 1.35, 4: 1.15}
+NVME_RATIOS = {("always", 1): 1.0, ("never", 1): 0.9, ("always", 4): 1.0, ("never", 4): 1.0}
+CLIPPING = {"always": 1.0, "never": 1e9}  # random weights have norms above 1.0 for long
 VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("device", everywhere("device")),
         Variant("host", everywhere("host")),
-        Variant("nvme", everywhere("nvme") | {"gradients": "host"}, True, NVME_RATIOS, {1: 28.5, 4: 28.5}),
-        Variant("nvme-spilled", everywhere("nvme"), True, NVME_RATIOS, {1: 32.5, 4: 36.5}),
+        Variant("nvme", everywhere("nvme") | {"gradients": "host"}, True, NVME_RATIOS, {1: 26.5, 4: 26.5}),
+        Variant("nvme-spilled", everywhere("nvme"), True, NVME_RATIOS, {1: 30.5, 4: 34.5}),
     )
 }
 
 
 def trainer_config(
-    size: ModelSize, variant: Variant, num_micro_batches: int, *, nvme_path: Path, host_fraction: float | None
+    size: ModelSize, variant: Variant, num_micro_batches: int, clipping: str, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The config of a streamed run. From 350M up, an NVMe run has a fifth of its state's bytes as host memory."""
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": CLIPPING[clipping],
         "gradient_accumulation_steps": num_micro_batches,
         "placement": variant.placement,
-        "nvme_path": str(nvme_path),
+        "streaming": {"durability": args.durability, "update_overlap": args.update_overlap},
     }
+    host_fraction = args.host_fraction
     if host_fraction is None and size.num_params > BUDGETED_FROM:
         host_fraction = 0.2
     if variant.budgeted and host_fraction is not None:
@@ -168,32 +171,34 @@ class Bench:
         rows: list[dict[str, Any]] = []
         with self.worker("in_memory", "in memory", **spec) as memory:
             with self.peer(size, num_micro_batches) as peers:
-                for name in self._args.variants:
-                    label = f"{size.name} x{num_micro_batches} {name}"
+                for name, clipping in itertools.product(self._args.variants, self._args.clipping):
+                    label = f"{size.name} x{num_micro_batches} {name}, clips {clipping}"
                     with self.guard(label):
-                        beside = peers if name == PEER_BESIDE else []
-                        rows += self.one_variant(VARIANTS[name], size, num_micro_batches, memory, beside, label)
+                        beside = peers if name == PEER_BESIDE and clipping == "always" else []
+                        workers = [memory, *beside]
+                        rows += self.one_variant(VARIANTS[name], size, num_micro_batches, clipping, workers, label)
             compute = memory.call("compute_floor", count=self._args.steps + 2, timeout_s=self._args.start_timeout)
         with self.guard(f"{size.name} x{num_micro_batches} floors"):
             floors = self.floors(size, spec, Series(compute["times_s"]).median_s)
             for row in rows:
-                row["floors"] = floors | io_floor(row.get("plan"), floors)
+                row["floors"] = floors | io_floor(row.get("plan"), floors) | schedule_floor(row, floors)
         self.rows += rows
         if rows and len(self._args.sizes) * len(self._args.micro_batches) > 1:
             console.print(steps_table(rows))  # the whole comes at the end
 
     def one_variant(
-        self, variant: Variant, size: ModelSize, num_micro: int, memory: Worker, peers: Sequence[Worker], label: str
+        self, variant: Variant, size: ModelSize, num_micro: int, clipping: str, others: Sequence[Worker], label: str
     ) -> list[dict[str, Any]]:
-        args = self._args
+        args, memory = self._args, others[0]
         with temporary_folder(args.nvme_path, "bench-step") as folder:
-            config = trainer_config(size, variant, num_micro, nvme_path=folder, host_fraction=args.host_fraction)
+            config = trainer_config(size, variant, num_micro, clipping, args)
             spec = {"size": size.name, "num_micro_batches": num_micro, "config": config}
+            spec["run_dir"] = str(folder / "run")
             with self.worker("streamed", variant.name, **spec) as ours:
                 plan = ours.call("plan", timeout_s=60)
-                workers = [ours, memory, *peers]
+                workers = [ours, *others]
                 found = self.take_turns(workers, label)
-        base = {"size": size.name, "num_params": size.num_params, "micro_batches": num_micro}
+        base = {"size": size.name, "num_params": size.num_params, "micro_batches": num_micro, "clips": clipping}
         rows = []
         for worker, series in zip(workers, found, strict=True):
             row = base | {"variant": worker.name, "step_s": series.median_s, "times_s": series.times_s}
@@ -201,7 +206,10 @@ class Bench:
             row["last"] = series.last
             if worker is ours:
                 row |= {"plan": plan, "host_memory": config.get("host_memory")}
-                row |= {"max_ratio": variant.max_ratio.get(num_micro), "max_bytes": variant.max_bytes.get(num_micro)}
+                row |= {
+                    "max_ratio": variant.max_ratio.get((clipping, num_micro)),
+                    "max_bytes": variant.max_bytes.get(num_micro),
+                }
             if worker is not memory:
                 rows.append(row)
         return rows
@@ -230,6 +238,41 @@ def io_floor(plan: Reply | None, floors: dict[str, Any]) -> dict[str, float]:
     return {"io_s": (2 * both / mixed_gbps + alone_s) / 1e9}
 
 
+FORWARD_SHARE = 0.25  # of the compute: backward computes the forward again, and two products for each of its
+
+
+def schedule_floor(row: dict[str, Any], floors: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the schedule itself: per phase, the longer of compute with the host work on the same cores, and I/O.
+
+    The update runs beside backward where nothing is clipped, else beside the next forward.
+    """
+    plan, disk = row.get("plan"), floors["disk"]
+    if plan is None:
+        return {}
+    passes = {
+        "read": plan["read_bytes"] - plan["update_read_bytes"],
+        "write": plan["write_bytes"] - plan["update_write_bytes"],
+    }
+    update = {"read": plan["update_read_bytes"], "write": plan["update_write_bytes"]}
+    phases = {
+        "forward": {"read": passes["read"] / 2, "write": 0.0},
+        "backward": {"read": passes["read"] / 2, "write": passes["write"]},
+    }
+    beside = "backward" if row["clips"] == "never" else "forward"
+    phases[beside] = {kind: phases[beside][kind] + update[kind] for kind in update}
+    compute_s = {"forward": FORWARD_SHARE * floors["compute_s"], "backward": (1 - FORWARD_SHARE) * floors["compute_s"]}
+    update_s = floors["host"]["update_s_per_param"] * row["num_params"]
+    compute_s[beside] += update_s
+    compute_s["backward"] += floors["host_work_s"] - update_s
+
+    def io_s(moved: dict[str, float]) -> float:
+        both = min(moved["read"], moved["write"])
+        mixed = 2 * both / (disk["mixed_read_gbps"] + disk["mixed_write_gbps"])
+        return (mixed + (moved["read"] - both) / disk["read_gbps"] + (moved["write"] - both) / disk["write_gbps"]) / 1e9
+
+    return {"schedule_s": sum(max(compute_s[name], io_s(moved)) for name, moved in phases.items())}
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     summary, details = (__doc__ or "").split("\n", 1)
     parser = argparse.ArgumentParser(
@@ -248,6 +291,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=names(SIZES), default=["125m", "350m"], help="default: 125m,350m")
     parser.add_argument("--micro-batches", type=lambda t: [int(n) for n in t.split(",")], default=[1, 4])
     parser.add_argument("--variants", type=names(VARIANTS), default=list(VARIANTS), help=f"of {','.join(VARIANTS)}")
+    parser.add_argument(
+        "--clipping", type=names(CLIPPING), default=list(CLIPPING), help="a bound that always, never clips"
+    )
+    parser.add_argument("--durability", default="step", help="step, every_N or off (step)")
+    parser.add_argument("--update-overlap", default="auto", help="none, backward, next_forward or auto (auto)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (3)")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn (3)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn (2)")

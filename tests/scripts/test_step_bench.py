@@ -137,11 +137,22 @@ def test_io_floor_pairs_reads_with_writes():
     assert bench_step.io_floor(None, {"disk": rates}) == {}
 
 
-def test_host_memory_is_a_fifth_from_350m_up(tmp_path):
+def test_the_schedules_floor_pairs_compute_with_io_per_phase():
+    plan = {"read_bytes": 14e9, "write_bytes": 12e9, "update_read_bytes": 10e9, "update_write_bytes": 12e9}
+    disk = {"read_gbps": 2.0, "write_gbps": 2.0, "mixed_read_gbps": 1.0, "mixed_write_gbps": 1.0}
+    floors = {"compute_s": 40.0, "host_work_s": 3.0, "host": {"update_s_per_param": 2.0}, "disk": disk}
+    row = {"plan": plan, "num_params": 1, "clips": "always"}
+    # forward: 10 + 2 of compute, or 12 read and 12 written; backward: 30 + 1 of compute, or 2 read.
+    assert bench_step.schedule_floor(row, floors) == {"schedule_s": pytest.approx(12 + 31)}
+    # never clips: the update is beside backward.
+    assert bench_step.schedule_floor(row | {"clips": "never"}, floors) == {"schedule_s": pytest.approx(10 + 33)}
+
+
+def test_host_memory_is_a_fifth_from_350m_up():
+    args = bench_step.parse_arguments([])
+
     def memory(size, variant):
-        config = bench_step.trainer_config(
-            _bench.SIZES[size], bench_step.VARIANTS[variant], 1, nvme_path=tmp_path, host_fraction=None
-        )
+        config = bench_step.trainer_config(_bench.SIZES[size], bench_step.VARIANTS[variant], 1, "always", args)
         return config.get("host_memory")
 
     params = _bench.SIZES["350m"].num_params
