@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A package may import itself and what stands in earlier rows; packages of one row do not see each other.
 LAYERS = (
     ("aio_ffi",),
-    ("zinf_jax.errors", "zinf_jax.units"),
+    ("zinf_jax.errors", "zinf_jax.units", "zinf_jax.machine"),
     ("zinf_jax.leaves",),
     ("zinf_jax.tier", "zinf_jax.graph"),
     ("zinf_jax.plan",),
