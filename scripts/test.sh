@@ -9,12 +9,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/_env.sh
 
-venv=.venv which="" extras="[test]" pytest=()
+venv=.venv which="" extras="[test]" named=0 pytest=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --slow) pytest+=(-m slow) ;;
     --newest) venv=.venv-newest which=newest ;;
-    *) pytest+=("$1") ;;
+    *) named=1 pytest+=("$1") ;;
   esac
   shift
 done
@@ -24,4 +24,6 @@ python="$venv/bin/python"
 "$python" -c 'import jax, sys; print(f"Python {sys.version.split()[0]}, JAX {jax.__version__}")'
 "$python" -m ruff check .
 "$python" -m mypy zinf_jax aio_ffi
+# Two files at a time: most of a test is compiling or waiting for the disk.
+[ "$named" = 1 ] || pytest+=(-n 2 --dist loadfile)
 "$python" -m pytest "${pytest[@]}"

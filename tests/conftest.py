@@ -9,6 +9,7 @@ import tempfile
 
 import jax
 
+_mine = "ZINF_TEST_CACHE" not in os.environ  # else it belongs to whoever started this process
 _cache = os.environ.setdefault("ZINF_TEST_CACHE", tempfile.mkdtemp(prefix="zinf-test-cache-"))
 jax.config.update("jax_compilation_cache_dir", _cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -16,7 +17,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def pytest_sessionfinish() -> None:
-    if os.environ.get("ZINF_TEST_CACHE") == _cache and tempfile.gettempdir() in _cache:
+    if _mine:
         import shutil
 
         shutil.rmtree(_cache, ignore_errors=True)

@@ -10,7 +10,11 @@ from zinf_jax.errors import ConfigError
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@pytest.mark.parametrize("given", [set(c) for n in range(4) for c in itertools.combinations(KEYS, n)], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [set(c) for n in range(4) for c in itertools.combinations(KEYS, n)],
+    ids=lambda keys: "+".join(sorted(keys)),
+)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_rest_follows(given: set[str], world: int) -> None:
     sizes = dict(zip(KEYS, (24 * world, 3, 8), strict=True))
