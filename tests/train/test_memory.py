@@ -100,7 +100,7 @@ PROGRAM = """
         return jnp.mean(x**2)
 
     config = {"placement": dict.fromkeys(["weights", "optimizer", "gradients", "residuals"], "nvme"),
-              "streaming": {"max_unit_bytes": 3 << 20, "chunk_bytes": 1 << 20}, "host_memory": 24 << 20}
+              "streaming": {"max_unit_bytes": 3 << 20, "chunk_bytes": 1 << 20}, "host_memory": 28 << 20}
     batch = {"x": np.ones((64, dim), np.float32)}
     with zinf.Trainer(loss, zinf.lazy(init, jax.random.key(0)), zinf.optim.adamw(1e-3), config) as trainer:
         trainer.prepare(batch)
@@ -124,7 +124,7 @@ def depth(num_layers):
 def test_memory_does_not_grow_with_depth(deep):
     """4 layers to many (2 MiB of weights and 8 MiB of state each), same budget."""
     shallow, many = depth(4), depth(deep)
-    assert many["host"] <= 24 * MIB
+    assert many["host"] <= 28 * MIB
     for found in (shallow, many):
         # The plan knows what the process held, its frames, and the device's values.
         assert found["peak"] <= found["planned"] + 32 * MIB, found
