@@ -55,7 +55,7 @@ def test_nv02_buffers_are_sized_after_padding():
 
 
 def test_nv12_planned_bytes_are_the_measured_ones():
-    none = {"streaming": {"update_overlap": "none"}}  # else a step's update is counted with the step that it runs beside
+    none = {"streaming": {"update_overlap": "none"}}  # an update counts where it runs
     with trainer(quadratic, odd_sizes(), zinf.optim.adamw(1e-2), on("nvme"), none) as made:
         made.step(ones())
         made.step(ones())
