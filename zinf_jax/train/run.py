@@ -162,13 +162,15 @@ class Run:
         else:
             retained = [open_source(path, self.path) for _, path in retained_steps(self.path)]
             before = self.source.before()
-            tables = [self.source.tables, *(r.tables for r in retained), *([before.tables] if before else [])]
+            tables = [self.source.tables, *(r.tables for r in retained)]
             used = max(1, *(t[kind].num_banks for t in tables for kind in VERSIONED))
+            # The commit before may be gone back to, if it is still there; nothing depends on it.
+            older = max((before.tables[kind].num_banks for kind in VERSIONED), default=1) if before else 1
             # With durability off pages are changed in place; but not those of a retained step.
             wanted = max(step.options.stream.num_versions, 2 if retained else 1)
             engine = StreamEngine(
                 step, init_slots, paths, shares=self.source.manifest["shares"], reuse=used,
-                num_versions=wanted + len(retained),
+                num_versions=max(wanted + len(retained), older),
             )  # fmt: skip
             engine.store.versions.retained = {r.manifest["step"]: r.tables for r in retained}
         return engine
