@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 venv=.venv which="" extras="[test]" named=0 pytest=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --slow) pytest+=(-m slow) ;;
+    --slow) named=1 pytest+=(-m slow) ;;  # one at a time: some measure time
     --newest) venv=.venv-newest which=newest ;;
     *) named=1 pytest+=("$1") ;;
   esac

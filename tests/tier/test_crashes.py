@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
 import aio_ffi
@@ -67,7 +66,6 @@ class Checker:
         self.shape = dataclasses.replace(shape, options=OPTIONS, background=False)
         self.num_states = 0
         self._seen: set[tuple[bytes, int, tuple[tuple[int, int], ...]]] = set()
-        self._buffer = np.empty(1 << 16, np.uint8)
 
     def check(self, state: State, promises: Promises) -> bool:
         """Returns False where the same was checked before.
@@ -114,7 +112,7 @@ class Checker:
 
     def _whole(self, run: SmallRun, state: State, token: int, tables: dict, what: str) -> None:
         for kind in PAGES:
-            wrong = run.store.verify(kind, tables[kind], self._buffer, names(kind))
+            wrong = run.store.verify(kind, tables[kind], names(kind))
             if wrong:
                 raise Wrong(f"{what}: {wrong[0]}")
         for kind, _, _, index in chunks():

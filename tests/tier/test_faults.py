@@ -22,7 +22,6 @@ from zinf_jax.tier import Tables, files, store
 
 NUM_STEPS = 5
 KINDS = tuple(PAGES)
-BUFFER = np.empty(1 << 16, np.uint8)
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ class Schedule:
         """Does `verify` say of every chunk what a comparison with the truth says? Is the step whole?"""
         whole = True
         for kind in KINDS:
-            wrong = run.store.verify(kind, tables[kind], BUFFER, names(kind))
+            wrong = run.store.verify(kind, tables[kind], names(kind))
             expected = []
             for _, page, _, index in (c for c in chunks() if c[0] == kind):
                 place, bank = run.store.extents[kind].places[index], int(tables[kind].bank[index])

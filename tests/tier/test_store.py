@@ -16,7 +16,7 @@ import aio_ffi
 import zinf_jax as zinf
 from aio_ffi import _testing
 from zinf_jax.errors import CorruptionError
-from zinf_jax.tier import KindExtents, PageStore
+from zinf_jax.tier import KindExtents, PageStore, sweep
 
 SECTOR = 4096
 PAGES = {"weights": [[3 * SECTOR, 5000], [SECTOR]], "optimizer": [[2 * SECTOR] * 3, [600]], "gradients": []}
@@ -303,23 +303,24 @@ def test_a_write_that_the_drive_lost_is_noticed(store, arena):
     assert checksums[0] != checksums[1]
 
 
-def test_verify_names_what_is_wrong(store, arena):
+def test_verify_names_what_is_wrong(store, arena, monkeypatch):
     store.step = 5
     for kind in ("weights", "optimizer"):
         for page, chunks in enumerate(PAGES[kind]):
             store.write_page(kind, page, filled(arena, sum(chunks), page), f"p{page}").wait()
     names = ["p0", "p0", "p0", "p1"].__getitem__
     seen, tables = [], store.versions.snapshot(("optimizer",))["optimizer"]
-    for size in (2 * SECTOR, 5 * SECTOR, 64 * SECTOR):
-        assert store.verify("optimizer", tables, arena.array(0, size), names, seen.append) == []
+    for size in (1, 5 * SECTOR, 64 * SECTOR):  # two at a time, and all at once
+        monkeypatch.setattr(sweep, "BUFFER_BYTES", size)
+        assert store.verify("optimizer", tables, names, seen.append) == []
     assert seen == [2 * SECTOR] * 3 + [600] + seen[4:] and len(seen) == 12
     places = [damage(store, "optimizer", index) for index in (1, 3)]
-    wrong = store.verify("optimizer", tables, arena.array(0, 5 * SECTOR), names)
+    wrong = store.verify("optimizer", tables, names)
     assert len(wrong) == 2
     for error, (path, offset), page in zip(wrong, places, ("p0", "p1"), strict=True):
         assert f"page '{page}'" in str(error) and f"offset {offset} of {path}" in str(error)
     with _testing.inject(store.files.engines[0], "read", value=-errno.EIO, times=1):
-        wrong = store.verify("optimizer", tables, arena.array(0, 2 * SECTOR), names)
+        wrong = store.verify("optimizer", tables, names)
     assert len(wrong) == 3 and "optimizer of page 'p0' cannot be read at offset 0" in str(wrong[0])
 
 

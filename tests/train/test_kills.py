@@ -19,9 +19,9 @@ import pytest
 
 from zinf_jax.stream.engine import VERSIONED
 from zinf_jax.train.rundir import read_manifest
-from zinf_jax.train.source import open_source, page_directories, retained_steps
+from zinf_jax.train.source import extents_of, open_source, page_directories, retained_steps
 from zinf_jax.train.source import read_commits as read_committed
-from zinf_jax.train.verify import extents_of, verify
+from zinf_jax.train.verify import verify
 
 STEPS = 8
 SMALL = {"chunk_bytes": 20_000, "max_unit_bytes": 60_000}

@@ -1,10 +1,13 @@
 """When the update runs never changes a bit: every mode, with or without commits, with clips and skips on some steps."""
 
+import concurrent.futures
+import errno
 import functools
 
 import pytest
 
 import zinf_jax as zinf
+from aio_ffi import _testing
 from tests.train import blocks
 from tests.train.blocks import placed, run
 
@@ -111,6 +114,12 @@ def test_an_update_meets_the_weights_in_their_frame():
     assert none.total_nvme_bytes_read - ahead.total_nvme_bytes_read >= 5 * weights
 
 
+def durable(trainer):
+    """The commit under way is done, which nobody has noticed yet."""
+    if (future := trainer._engine.committer._future) is not None:
+        concurrent.futures.wait([future])
+
+
 @pytest.mark.parametrize(("clipping", "undone"), [(1e9, 0), (1e-3, 4)])
 def test_running_ahead_is_counted_and_undone_where_the_norm_says_so(tmp_path, clipping, undone):
     with zinf.Trainer(
@@ -120,7 +129,7 @@ def test_running_ahead_is_counted_and_undone_where_the_norm_says_so(tmp_path, cl
         for step in range(4):
             trainer.prepare(blocks.batch())
             trainer.params()  # all of the step before is written
-            trainer._run.wait(trainer._engine)  # and durable: old versions can stay
+            durable(trainer)  # old versions can stay
             trainer.step(blocks.batch(seed=step))
             assert trainer.stats().pages_ahead >= 3
         assert trainer.stats().updates_undone == undone
@@ -134,7 +143,35 @@ def test_auto_runs_ahead_once_steps_are_not_clipped(tmp_path):
         ahead = []
         for step in range(4):
             trainer.prepare(blocks.batch()).params()
-            trainer._run.wait(trainer._engine)
+            durable(trainer)
             trainer.step(blocks.batch(seed=step))
             ahead.append(trainer.stats().pages_ahead > 0)
     assert ahead == [False, False, True, True]
+
+
+def test_a_write_that_fails_while_another_error_is_handled_is_not_forgotten(tmp_path):
+    """The chunk's old version would be taken for the new one: the run must not go on."""
+    with zinf.Trainer(
+        blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
+        blocks.config(placed("nvme"), mode("next_forward", "step")), run_dir=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.step(blocks.batch())
+        engine = trainer._engine
+        due = [page for page in engine.plan.chunks_of if engine.updates.is_due(page)]
+        *others, last = sorted(due, key=engine.plan.first_uses.__getitem__)
+        for page in others:
+            engine.updates.ensure(page)
+            engine.updates.release(page)
+        with _testing.inject(engine.store.files.engines[0], "write", value=-errno.EIO):
+            engine.updates.ensure(last)  # computed; its write is under way
+            engine.executor._abort()  # as an error in the passes does
+        with pytest.raises(zinf.ZinfError, match="Input/output error"):
+            trainer.step(blocks.batch())
+        with pytest.raises(zinf.ZinfError, match="mix of two steps"):
+            trainer.step(blocks.batch())
+
+
+def test_gradients_that_stay_on_the_device_do_not_wait_there_for_the_next_step(tmp_path):
+    got = run(placed("nvme", gradients="device"), mode("auto", "step"), steps=2, run_dir=tmp_path)
+    assert not got.plan.overlaps
+    assert run(placed("nvme", gradients="host"), mode("auto", "step"), steps=2, run_dir=tmp_path / "b").plan.overlaps

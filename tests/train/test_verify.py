@@ -13,8 +13,8 @@ import zinf_jax as zinf
 from tests.train.blocks import placed
 from tests.train.test_checkpoint import advance, trainer
 from zinf_jax.cli import app
-from zinf_jax.train.source import open_source
-from zinf_jax.train.verify import extents_of, verify
+from zinf_jax.train.source import extents_of, open_source
+from zinf_jax.train.verify import verify
 
 STEP = {"streaming": {"durability": "step"}, "bf16": {"enabled": True}}
 

@@ -148,14 +148,16 @@ class ChunkIO:
                 with self._counters.timed(stall, transfer):
                     transfer.wait()
 
-    def abandon(self, frame: ChunkFrame) -> None:
-        """After an error: waits for a frame's transfers, whose own errors are not the first."""
+    def abandon(self, frame: ChunkFrame) -> OSError | None:
+        """After an error: waits for a frame's transfers. Returns the first one's own error."""
+        first: OSError | None = None
         for transfer in frame.pending:
             try:
                 transfer.wait()
-            except OSError:
-                continue
+            except OSError as error:
+                first = first or error
         frame.pending = []
+        return first
 
     def write(self, chunk: Chunk, frame: ChunkFrame) -> None:
         """Starts writing a chunk's new version: what is on NVMe, and all of it where commits hold everything."""

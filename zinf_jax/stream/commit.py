@@ -26,10 +26,6 @@ class Committer:
       store: Holds the pages.
       kinds: Of state that belongs to a step.
       counters: Told about waits.
-
-    Attributes:
-      last_s: How long the last commit took, in the background.
-      last_step: The step that is committed.
     """
 
     def __init__(self, log: CommitLog, store: PageStore, kinds: Sequence[str], counters: Counters) -> None:
@@ -38,19 +34,12 @@ class Committer:
         self._kinds = tuple(kinds)
         self._counters = counters
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="zinf-commit")
-        self._future: concurrent.futures.Future[float] | None = None
+        self._future: concurrent.futures.Future[None] | None = None
         self._early: concurrent.futures.Future[None] | None = None
         self._unsynced = 0
         self._tables: Tables | None = None
         self._error: BaseException | None = None
         self.observer: Callable[[float, float], None] | None = None
-        self.last_s = 0.0
-        self.last_step: int | None = None if log.last is None else int(log.last.meta["step"])
-        self.num_commits = 0
-
-    @property
-    def log_bytes(self) -> int:
-        return self._log.num_bytes
 
     def launch(self, meta: dict[str, Any]) -> None:
         """Starts committing what the store holds now, whose writes are complete.
@@ -63,7 +52,7 @@ class Committer:
             self._finish_early()
         self._unsynced = 0
         tables = self._store.versions.snapshot(self._kinds)
-        self._tables, self._step = tables, int(meta["step"])
+        self._tables = tables
         self._future = self._thread.submit(self._run, meta, tables)
 
     def sync_ahead(self, num_bytes: int) -> None:
@@ -91,14 +80,12 @@ class Committer:
                 self._error = error
                 raise
 
-    def _run(self, meta: dict[str, Any], tables: Tables) -> float:
+    def _run(self, meta: dict[str, Any], tables: Tables) -> None:
         start = time.perf_counter()
         self._store.sync(self._kinds)
         self._log.commit(meta, tables)
-        end = time.perf_counter()
         if self.observer is not None:
-            self.observer(start, end)
-        return end - start
+            self.observer(start, time.perf_counter())
 
     def may_write(self) -> bool:
         """Is the last commit durable?"""
@@ -125,13 +112,11 @@ class Committer:
         future, tables = self._future, self._tables
         self._future = self._tables = None
         try:
-            self.last_s = future.result()
+            future.result()
         except BaseException as error:
             self._error = error
             raise
         self._store.versions.commit(tables)
-        self.num_commits += 1
-        self.last_step = self._step
 
     def close(self) -> None:
         """Waits for the last commit and ends the thread.

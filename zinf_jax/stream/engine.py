@@ -276,9 +276,7 @@ class StreamEngine:
 
     def _make_store(self, setup: StepSetup, paths: Sequence[pathlib.Path], reuse: int, num_versions: int) -> PageStore:
         plan, layout = self.plan, self.layout
-        extents = {
-            kind: state_extents(kind, layout.pages, self.record, plan.chunk_elements, self.shares) for kind in VERSIONED
-        }
+        extents = state_extents(layout.pages, self.record, plan.chunk_elements, self.shares)
         spilled = [
             page.num_elements * setup.gradient_dtype.itemsize
             if plan.tiers[page.index].gradients is Tier.NVME and page.trainable
@@ -408,14 +406,17 @@ class SizedPage(Protocol):
 
 
 def state_extents(
-    kind: str, pages: Sequence[SizedPage], record: RecordFormat, chunk_elements: int, shares: Sequence[float]
-) -> KindExtents:
-    """Where the chunks of weights or records lie: a function of what is stored with a run."""
-    chunks = []
-    for page in pages:
-        item = page.itemsize if kind == WEIGHTS else (record.itemsize if page.trainable else 0)
-        chunks.append(split_chunks(page.num_elements * item, chunk_elements * item))
-    return KindExtents.deal(chunks, shares)
+    pages: Sequence[SizedPage], record: RecordFormat, chunk_elements: int, shares: Sequence[float]
+) -> dict[str, KindExtents]:
+    """Where the chunks of weights and records lie: a function of what is stored with a run."""
+    extents = {}
+    for kind in VERSIONED:
+        chunks = []
+        for page in pages:
+            item = page.itemsize if kind == WEIGHTS else (record.itemsize if page.trainable else 0)
+            chunks.append(split_chunks(page.num_elements * item, chunk_elements * item))
+        extents[kind] = KindExtents.deal(chunks, shares)
+    return extents
 
 
 __all__ = [

@@ -30,7 +30,7 @@ class Collected:
     """The gradients of one step, for its update."""
 
     def __init__(
-        self, covered: frozenset[Piece], frames: Mapping[int, np.ndarray], on_device: dict[Piece, jax.Array]
+        self, covered: frozenset[Piece], frames: Mapping[int, np.ndarray], on_device: Mapping[Piece, jax.Array]
     ) -> None:
         self._covered = covered
         self._frames = frames
@@ -48,10 +48,6 @@ class Collected:
     def device_rows(self, piece: Piece) -> Mapping[tuple[int, int], np.ndarray]:
         """Host views of a device-tier gradient: (tp, rank) -> `[shard_size]`."""
         return row_views(self._on_device[piece])
-
-    def drop(self, piece: Piece) -> None:
-        """The piece is updated: its device memory is free."""
-        self._on_device.pop(piece, None)
 
 
 class GradientCollector:

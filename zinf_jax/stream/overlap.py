@@ -59,14 +59,14 @@ class OverlapChooser:
 class OverlappedUpdates:
     """The updates of one run.
 
-    Attributes:
-      failed: The error at which an update stopped: pages may then be of two steps.
-
     Args:
       plan: Order of use, chunks.
       store, pager: Where bytes are.
       make_pipeline: Of a compute function and the gradients it needs.
       counters: Told about stalls.
+
+    Attributes:
+      failed: The error at which an update stopped: pages may then be of two steps.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class OverlappedUpdates:
         self._counters = counters
         self._owed: dict[int, list[Chunk]] = {}  # page -> chunks that no pipeline has taken
         self._pipeline: ChunkPipeline | None = None
-        self._taken: dict[int, set[Chunk]] = {}  # page -> chunks in the pipeline that are not computed
         self._ahead: set[int] | None = None  # pages whose update was started before the norm was known
         self._on_complete: Callable[[], None] | None = None
         self._order = sorted(plan.chunks_of, key=lambda page: (plan.first_uses.get(page, len(plan.positions)), page))
@@ -107,18 +106,8 @@ class OverlappedUpdates:
     def _start(self, step: int, compute: Compute, gradients: Collected) -> None:
         self._store.step = step
         self._store.versions.begin()
-        self._pipeline = self._make_pipeline(self._noting(compute), gradients)
+        self._pipeline = self._make_pipeline(compute, gradients)
         self._owed = {page: list(chunks) for page, chunks in self._plan.chunks_of.items()}
-        self._taken = {}
-
-    def _noting(self, compute: Compute) -> Compute:
-        def noted(chunk: Chunk, frame: object) -> None:
-            compute(chunk, frame)  # type: ignore[arg-type]
-            self._taken[chunk.page].discard(chunk)
-            if not self._taken[chunk.page]:
-                del self._taken[chunk.page]
-
-        return noted
 
     @property
     def active(self) -> bool:
@@ -144,10 +133,7 @@ class OverlappedUpdates:
 
     def _take(self, page: int) -> None:
         assert self._pipeline is not None
-        chunks = self._owed.pop(page, ())
-        if chunks:
-            self._taken.setdefault(page, set()).update(chunks)
-        for chunk in chunks:
+        for chunk in self._owed.pop(page, ()):
             self._pipeline.add(chunk, held=self._pager.holds(page))
 
     def advance(self) -> bool:
@@ -159,7 +145,9 @@ class OverlappedUpdates:
         return bool(moved)
 
     def is_due(self, page_index: int) -> bool:
-        return not self.complete and (page_index in self._owed or page_index in self._taken)
+        if self.complete or self._pipeline is None:
+            return False
+        return page_index in self._owed or self._pipeline.waits(page_index)
 
     def ensure(self, page_index: int) -> None:
         """Blocks until the page's owed update is computed."""
@@ -181,7 +169,7 @@ class OverlappedUpdates:
         """Blocks until nothing is owed."""
         if self.complete:
             return
-        for page in list(self._order):
+        for page in self._order:
             self._take(page)
         assert self._pipeline is not None
         self._guarded(self._pipeline.finish)
@@ -210,18 +198,13 @@ class OverlappedUpdates:
             self.undo()
         if self._pipeline is None:
             return
-        for chunk in self._pipeline.abandon():
+        left, lost = self._pipeline.abandon()
+        self.failed = self.failed or lost
+        for chunk in left:
             self._owed.setdefault(chunk.page, []).append(chunk)
-        self._taken = {}
         self._next = 0
 
     # --- an update that may have to be undone --------------------------------------------------------------------
-
-    def can_speculate(self) -> bool:
-        """Is there any page whose old version stays when a new one is written?"""
-        assert self.complete
-        self._store.versions.begin()  # what is newest now is what a step from here on starts from
-        return any(self._can_undo(page) for page in self._order)
 
     def _can_undo(self, page: int) -> bool:
         tiers, extents = self._plan.tiers[page], self._store.extents
@@ -232,10 +215,16 @@ class OverlappedUpdates:
         return all(versions.can_revert(kind, index) for kind in kinds for index in extents[kind].chunks_of(page))
 
     def speculate(self, step: int, compute: Compute, gradients: Collected) -> None:
-        """Before backward: the step's update is assumed to be this one, and may run ahead."""
+        """Before backward: the step's update is assumed to be this one, and may run ahead where it can be undone.
+
+        Nothing happens where it cannot: then `speculating` stays false.
+        """
         assert self.complete
         self._start(step, compute, gradients)
-        self._ahead = set()
+        if any(self._can_undo(page) for page in self._order):
+            self._ahead = set()
+        else:
+            self._pipeline, self._owed = None, {}
 
     @property
     def speculating(self) -> bool:
@@ -260,4 +249,4 @@ class OverlappedUpdates:
             for kind in (WEIGHTS, OPTIMIZER):
                 for index in self._store.extents[kind].chunks_of(page):
                     self._store.versions.revert(kind, index)
-        self._ahead, self._pipeline, self._owed, self._taken = None, None, {}, {}
+        self._ahead, self._pipeline, self._owed = None, None, {}

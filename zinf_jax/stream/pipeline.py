@@ -4,7 +4,7 @@ Guarantees:
   * A chunk's frame is free only when its writes are complete. Chunks are computed in the order in which they were
     added; reads run as far ahead as there are frames. With one frame all is synchronous.
   * `advance` never waits; `finish` and `compute` do, and count for what.
-  * After an error, or `abandon`, no transfer is in flight; what was not computed is given back.
+  * After `abandon`, which is how an error ends, no transfer is in flight; what was not computed is given back.
 Main thread only.
 """
 
@@ -85,22 +85,22 @@ class ChunkPipeline:
           Whether anything moved.
 
         Raises:
-          StoreError: a transfer failed; all others are complete when it is raised.
+          StoreError: a transfer failed. Call `abandon`.
         """
-        try:
-            moved = self._retire_writes()
-            moved |= self._start_reads()
-            if self._reading and self._reading[0].frame.done() and self._may_write():
-                self._compute_next()
-                moved = True
-            return moved
-        except BaseException:
-            self.abandon()
-            raise
+        moved = self._retire_writes()
+        moved |= self._start_reads()
+        if self._reading and self._reading[0].frame.done() and self._may_write():
+            self._compute_next()
+            moved = True
+        return moved
+
+    def waits(self, page: int) -> bool:
+        """Are there chunks of a page that were added and are not computed?"""
+        return self._waiting[page] > 0
 
     def compute(self, page: int) -> None:
         """Blocks until all chunks of a page that were added are computed."""
-        self._run_until(lambda: not self._waiting[page])
+        self._run_until(lambda: not self.waits(page))
 
     def write(self, page: int) -> None:
         """Blocks until all chunks of a page that were added are written."""
@@ -117,15 +117,11 @@ class ChunkPipeline:
 
     def _block(self) -> None:
         """Nothing can move: waits for the oldest transfer."""
-        try:
-            if self._reading:
-                self._io.wait(self._reading[0].frame, "read_stall_s")
-                self._wait_to_write()
-            else:
-                self._io.wait(self._writing[0].frame, "write_stall_s")
-        except BaseException:
-            self.abandon()
-            raise
+        if self._reading:
+            self._io.wait(self._reading[0].frame, "read_stall_s")
+            self._wait_to_write()
+        else:
+            self._io.wait(self._writing[0].frame, "write_stall_s")
 
     def _retire_writes(self) -> bool:
         done = [task for task in self._writing if task.frame.done()]
@@ -159,14 +155,15 @@ class ChunkPipeline:
         if self._write:
             self._io.write(task.chunk, task.frame)
 
-    def abandon(self) -> list[Chunk]:
+    def abandon(self) -> tuple[list[Chunk], OSError | None]:
         """Waits for all transfers and forgets what was not computed.
 
         Returns:
-          The chunks that were not computed.
+          The chunks that were not computed; and why the new version of one that was is lost, if any is.
         """
-        for task in [*self._reading, *self._writing]:
+        for task in self._reading:
             self._io.abandon(task.frame)
+        failures = [self._io.abandon(task.frame) for task in self._writing]
         left = [task.chunk for task in [*self._reading, *self._todo]]
         self._slots += [task.slot for task in [*self._reading, *self._writing]]
         self._todo.clear()
@@ -174,7 +171,7 @@ class ChunkPipeline:
         self._writing.clear()
         self._waiting.clear()
         self._open.clear()
-        return left
+        return left, next((error for error in failures if error is not None), None)
 
 
 def stream_chunks(
@@ -194,4 +191,8 @@ def stream_chunks(
     pipeline = ChunkPipeline(io, compute, gradients=gradients, read=read, write=write)
     for chunk in chunks:
         pipeline.add(chunk)
-    pipeline.finish()
+    try:
+        pipeline.finish()
+    except BaseException:
+        pipeline.abandon()
+        raise

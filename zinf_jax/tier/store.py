@@ -23,6 +23,7 @@ import aio_ffi
 from zinf_jax.errors import CorruptionError, StoreError
 from zinf_jax.tier.extents import KindExtents
 from zinf_jax.tier.files import PageFiles
+from zinf_jax.tier.sweep import sweep
 from zinf_jax.tier.versions import NOWHERE, Table, Versions
 
 
@@ -239,15 +240,13 @@ class PageStore:
     # --- whole states -------------------------------------------------------------------------------------------
 
     def verify(
-        self, kind: str, tables: Table, buffer: np.ndarray, names: Callable[[int], str],
-        progress: Callable[[int], None] | None = None,
-    ) -> list[CorruptionError]:  # fmt: skip
-        """Reads every chunk of a kind as `tables` say and compares checksums.
+        self, kind: str, table: Table, names: Callable[[int], str], progress: Callable[[int], None] | None = None
+    ) -> list[CorruptionError]:
+        """Reads every chunk of a kind as `table` says and compares checksums.
 
         Args:
           kind: Which.
-          tables: Banks, checksums, versions.
-          buffer: uint8, at least as large as the largest chunk; split to read several at once.
+          table: Banks, checksums, versions.
           names: Name of a chunk's page.
           progress: Called with the bytes of each chunk that was read.
 
@@ -258,51 +257,37 @@ class PageStore:
           StoreError: an earlier transfer that nobody waited for had failed.
         """
         places = self.extents[kind].places
+
+        def start(index: int, data: np.ndarray) -> "aio_ffi.Handle":
+            seed = chunk_seed(kind, index, int(table.version[index]))
+            return self.files.start("read", kind, places[index], int(table.bank[index]), data, seed)
+
         wrong: list[CorruptionError] = []
-        slot = max((place.num_bytes for place in places), default=1)
-        width = max(1, buffer.nbytes // slot)
-        pending: list[tuple[int, aio_ffi.Handle]] = []
-
-        def finish() -> None:
-            index, handle = pending.pop(0)
-            bank, version = int(tables.bank[index]), int(tables.version[index])
-            try:
-                handle.wait()
-            except aio_ffi.AioError as error:
-                file, offset = self.files.position(kind, places[index], bank)
-                wrong.append(
-                    CorruptionError(
-                        f"{kind} of page {names(index)!r} cannot be read at offset {offset} of {file}: {error}"
-                    )
-                )
-            else:
-                if handle.checksum != int(tables.checksum[index]):
-                    wrong.append(
-                        self._corruption(
-                            kind, index, bank, version, int(tables.checksum[index]), handle.checksum, names(index)
-                        )
-                    )
-            if progress is not None:
-                progress(places[index].num_bytes)
-
-        for number, index in enumerate(i for i in range(len(places)) if tables.bank[i] != NOWHERE):
-            if len(pending) == width:
-                finish()
-            at = number % width * slot
-            data = buffer[at : at + places[index].num_bytes]
-            seed = chunk_seed(kind, index, int(tables.version[index]))
-            try:
-                handle = self.files.start("read", kind, places[index], int(tables.bank[index]), data, seed)
-            except aio_ffi.AioError as error:
-                while pending:
-                    finish()
-                raise StoreError(
-                    error.errno, f"before the read of {kind}: {error.strerror or error}", error.filename
-                ) from error
-            pending.append((index, handle))
-        while pending:
-            finish()
+        wanted = [(i, place.num_bytes) for i, place in enumerate(places) if table.bank[i] != NOWHERE]
+        try:
+            for index, handle in sweep(wanted, start, max((n for _, n in wanted), default=0)):
+                if (error := self._compare(kind, index, table, handle, names(index))) is not None:
+                    wrong.append(error)
+                if progress is not None:
+                    progress(places[index].num_bytes)
+        except aio_ffi.AioError as error:
+            text = f"before the read of {kind}: {error.strerror or error}"
+            raise StoreError(error.errno, text, error.filename) from error
         return wrong
+
+    def _compare(
+        self, kind: str, index: int, table: Table, handle: "aio_ffi.Handle", name: str
+    ) -> CorruptionError | None:
+        """What is wrong with a chunk that was read."""
+        bank, version, expected = (int(x[index]) for x in (table.bank, table.version, table.checksum))
+        try:
+            handle.wait()
+        except aio_ffi.AioError as error:
+            file, offset = self.files.position(kind, self.extents[kind].places[index], bank)
+            return CorruptionError(f"{kind} of page {name!r} cannot be read at offset {offset} of {file}: {error}")
+        if handle.checksum == expected:
+            return None
+        return self._corruption(kind, index, bank, version, expected, handle.checksum, name)
 
     def sync(self, kinds: Sequence[str]) -> None:
         """Makes completed writes durable; see `PageFiles.sync`."""

@@ -26,14 +26,13 @@ from zinf_jax.stream.chunks import OPTIMIZER, ChunkFrame
 from zinf_jax.stream.engine import VERSIONED, StreamEngine, state_extents
 from zinf_jax.stream.pager import WEIGHTS
 from zinf_jax.stream.records import RecordFormat
-from zinf_jax.tier import KindExtents, Page, PageStore
+from zinf_jax.tier import Page, PageStore
 from zinf_jax.tier.directories import make_directory, sync_directory
 from zinf_jax.train.manifest import encode_tables
 from zinf_jax.train.rundir import LOCK, OWNER_FILE, RunDir, write_json
 from zinf_jax.train.source import RETAINED, Source, fallbacks, retained_steps
 
 Progress = Callable[[int, int], None]
-VERIFY_BYTES = 64 << 20
 
 
 def save(engine: StreamEngine, path: pathlib.Path, content: dict[str, Any]) -> pathlib.Path:
@@ -56,10 +55,7 @@ def save(engine: StreamEngine, path: pathlib.Path, content: dict[str, Any]) -> p
     temporary.mkdir(mode=0o700)
     owned = RunDir(temporary)  # so that nobody takes it for the leftover of a dead process
     try:
-        extents = {
-            kind: state_extents(kind, engine.layout.pages, engine.record, engine.plan.chunk_elements, (1.0,))
-            for kind in VERSIONED
-        }
+        extents = state_extents(engine.layout.pages, engine.record, engine.plan.chunk_elements, (1.0,))
         store = PageStore([temporary], extents, dict.fromkeys(VERSIONED, 1), engine.options.aio)
         store.step = content["step"]
         try:
@@ -104,7 +100,7 @@ def retain(
     make_directory(folder)
     path = folder / f"step_{step:08}.json"
     kept = {*versions.retained, step} - (set(replaces) - {step})
-    engine.store.grow(min_versions(len(kept), engine), VERSIONED)
+    engine.store.grow(num_versions(len(kept), engine.plan.options.num_versions), VERSIONED)
     try:
         write_json(path, content | {"status": "retained", "tables": encode_tables(versions.committed)})
     except OSError as error:
@@ -115,9 +111,10 @@ def retain(
     return path
 
 
-def min_versions(num_retained: int, engine: StreamEngine) -> int:
-    """Extents per chunk that a run needs beside so many retained steps: one committed, one being written."""
-    return max(2 + num_retained, engine.plan.options.num_versions)
+def num_versions(num_retained: int, planned: int) -> int:
+    """Extents per chunk that a run needs: as planned; and beside retained steps, which are never changed, one that is
+    committed and one that is being written."""
+    return max(2 + num_retained, planned) if num_retained else planned
 
 
 def release(engine: StreamEngine, run_dir: pathlib.Path, step: int) -> None:
@@ -148,18 +145,13 @@ def load(
       ResumeError: it holds pages of other sizes.
       StoreError: a file is cut short, unreadable or damaged.
     """
-    content = source.manifest
-    stored = RecordFormat.of(engine.record.weights, len(content["slots"]))
-    extents = {
-        kind: state_extents(kind, engine.layout.pages, stored, content["chunk_elements"], content["shares"])
-        for kind in VERSIONED
-    }
-    if any(len(source.tables[kind].bank) != len(extents[kind].places) for kind in VERSIONED):
+    stored = RecordFormat.of(engine.record.weights, len(source.manifest["slots"]))
+    if any(len(source.tables[kind].bank) != len(extents.places) for kind, extents in source.extents.items()):
         raise ResumeError(f"{source.path} holds pages of other sizes than this run: the model or mesh differs")
     if source.in_place:
         store = engine.store
     else:
-        store = open_store(source, extents, engine.options.aio)
+        store = open_store(source, engine.options.aio)
     try:
         if weights_only:
             _load_weights(engine, store, stored, progress)
@@ -170,14 +162,14 @@ def load(
             store.close()
 
 
-def open_store(source: Source, extents: Mapping[str, KindExtents], options: aio_ffi.EngineOptions) -> PageStore:
+def open_store(source: Source, options: aio_ffi.EngineOptions) -> PageStore:
     """The page files of another run or a checkpoint.
 
     Raises:
       StoreError: a file is missing or cut short.
     """
     banks = {kind: max(1, source.tables[kind].num_banks) for kind in VERSIONED}
-    store = PageStore(source.paths, extents, banks, options, reuse=banks)
+    store = PageStore(source.paths, source.extents, banks, options, reuse=banks)
     store.versions.adopt(source.tables)
     return store
 
@@ -261,9 +253,6 @@ def verify(store: PageStore, source: Source, progress: Progress | None = None) -
     """
     names = page_names(source.manifest, store)
     total = sum(store.sizes[kind] for kind in VERSIONED)
-    largest = max((p.num_bytes for kind in VERSIONED for p in store.extents[kind].places), default=1)
-    buffer = np.empty(max(VERIFY_BYTES, 2 * largest) + 4096, np.uint8)
-    buffer = buffer[-buffer.ctypes.data % 4096 :]
     done = 0
 
     def seen(num_bytes: int) -> None:
@@ -273,9 +262,7 @@ def verify(store: PageStore, source: Source, progress: Progress | None = None) -
             progress(done, total)
 
     return [
-        error
-        for kind in VERSIONED
-        for error in store.verify(kind, source.tables[kind], buffer, names[kind].__getitem__, seen)
+        error for kind in VERSIONED for error in store.verify(kind, source.tables[kind], names[kind].__getitem__, seen)
     ]
 
 

@@ -17,7 +17,7 @@ from zinf_jax.errors import ConfigError, ResumeError, StoreError
 from zinf_jax.leaves import Leaf, LeafKind
 from zinf_jax.plan import Chunk
 from zinf_jax.stream.chunks import OPTIMIZER, ChunkFrame
-from zinf_jax.stream.engine import VERSIONED, StreamEngine, state_extents
+from zinf_jax.stream.engine import StreamEngine
 from zinf_jax.stream.pager import WEIGHTS
 from zinf_jax.stream.records import RangeOf, RecordFormat, ranges_of
 from zinf_jax.tier import Page, Run, StoredLayout, Topology
@@ -96,15 +96,9 @@ class _Files:
         self._stored_record = RecordFormat.of(engine.record.weights, len(content["slots"]))
         self._chunk_elements: int = content["chunk_elements"]
         self._tables = source.tables
-        extents = {
-            kind: state_extents(
-                kind, self._stored.pages, self._stored_record, self._chunk_elements, content["shares"]
-            )
-            for kind in VERSIONED
-        }  # fmt: skip
-        if any(len(source.tables[kind].bank) != len(extents[kind].places) for kind in VERSIONED):
+        if any(len(source.tables[kind].bank) != len(extents.places) for kind, extents in source.extents.items()):
             raise ResumeError(f"{source.path}: its tables are not those of its pages")
-        self._store = checkpoint.open_store(source, extents, engine.options.aio)
+        self._store = checkpoint.open_store(source, engine.options.aio)
         self._fds: dict[str, int] = {}
         try:
             if wrong := checkpoint.verify(self._store, source):

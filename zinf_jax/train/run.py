@@ -166,11 +166,10 @@ class Run:
             used = max(1, *(t[kind].num_banks for t in tables for kind in VERSIONED))
             # The commit before may be gone back to, if it is still there; nothing depends on it.
             older = max((before.tables[kind].num_banks for kind in VERSIONED), default=1) if before else 1
-            # With durability off pages are changed in place; but not those of a retained step.
-            wanted = max(step.options.stream.num_versions, 2 if retained else 1)
+            wanted = checkpoint.num_versions(len(retained), step.options.stream.num_versions)
             engine = StreamEngine(
                 step, init_slots, paths, shares=self.source.manifest["shares"], reuse=used,
-                num_versions=max(wanted + len(retained), older),
+                num_versions=max(wanted, older),
             )  # fmt: skip
             engine.store.versions.retained = {r.manifest["step"]: r.tables for r in retained}
         return engine

@@ -377,7 +377,9 @@ def build_step(
     else:
         layout = Layout.from_json(leaves, stored["layout"])
         options = with_chunk_elements(options, stored["chunk_elements"])
-    if not rule.fused:  # leaves that are updated whole cannot be, one by one, beside the passes
+    # Leaves that are updated whole cannot be, one by one, beside the passes; and gradients on the device would have to
+    # wait there for the next forward, beside its values.
+    if not rule.fused or options.placement.gradients is Tier.DEVICE:
         options = dataclasses.replace(options, stream=dataclasses.replace(options.stream, update_overlap="none"))
     record = RecordFormat.of(config.compute_dtype, len(rule.slots))
     gradient_dtype = config.resolve_gradient_dtype(batching.num_micro)

@@ -7,13 +7,20 @@ RUN_DIR/checkpoints/step_00000012/     a copy, with a run.json of its own
 """
 
 import dataclasses
+import functools
+import math
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from zinf_jax.errors import ResumeError
-from zinf_jax.tier import Commit, Tables
+from zinf_jax.leaves import LeafKind
+from zinf_jax.stream.engine import state_extents
+from zinf_jax.stream.records import RecordFormat
+from zinf_jax.tier import Commit, KindExtents, Tables
 from zinf_jax.tier import read_commits as read_log
 from zinf_jax.train.manifest import FORMAT, decode_tables, fingerprint
 from zinf_jax.train.rundir import read_manifest
@@ -46,6 +53,11 @@ class Source:
     def paths(self) -> list[pathlib.Path]:
         """Directories of its page files."""
         return page_directories(self.path, self.manifest)
+
+    @functools.cached_property
+    def extents(self) -> dict[str, KindExtents]:
+        """Where its chunks lie."""
+        return extents_of(self.manifest)
 
     def before(self) -> "Source | None":
         """The commit before this one."""
@@ -91,6 +103,24 @@ def page_directories(path: pathlib.Path, manifest: Mapping[str, Any]) -> list[pa
     run_dir = path.parent.parent if path.is_file() else path
     paths = [pathlib.Path(name) for name in manifest["paths"]]
     return [run_dir.absolute() / PAGES if found.name == PAGES else found for found in paths]
+
+
+class _StoredPage(NamedTuple):
+    num_elements: int
+    itemsize: int
+    trainable: bool
+
+
+def extents_of(manifest: Mapping[str, Any]) -> dict[str, KindExtents]:
+    """Where the chunks of a stored run lie, from its manifest alone."""
+    pages = [
+        _StoredPage(
+            math.prod(page["shape"]), jnp.dtype(page["dtype"]).itemsize, page["kind"] == LeafKind.TRAINABLE.value
+        )
+        for page in manifest["layout"]["pages"]
+    ]  # fmt: skip
+    record = RecordFormat.of(jnp.dtype(manifest["weights_dtype"]), len(manifest["slots"]))
+    return state_extents(pages, record, manifest["chunk_elements"], manifest["shares"])
 
 
 def find_latest(run_dir: pathlib.Path) -> Source | None:

@@ -173,12 +173,17 @@ class Trainer:
         """The plan of a training step; print it. There after `prepare` or the first step."""
         return self._ready().plan
 
+    @property
+    def _failure(self) -> BaseException | None:
+        """The error after which the pages may be of two steps."""
+        return self._broken or (None if self._engine is None else self._engine.updates.failed)
+
     def _ready(self) -> StreamEngine:
-        if self._broken is not None:
+        if (failure := self._failure) is not None:
             raise ZinfError(
-                f"this trainer stopped at an earlier error ({self._broken}); its state may be a mix of two steps: "
-                "resume from a checkpoint"
-            ) from self._broken
+                f"this trainer stopped at an earlier error ({failure}); its state may be a mix of two steps: "
+                "resume from the last committed step or a checkpoint"
+            ) from failure
         if self._engine is None:
             raise ConfigError("nothing is set up yet: call prepare(batch) or step(batch) first")
         return self._engine
@@ -186,11 +191,7 @@ class Trainer:
     def _at_rest(self) -> StreamEngine:
         """The engine, with every update of the steps taken so far done."""
         engine = self._ready()
-        try:
-            engine.settle()
-        except BaseException as error:
-            self._broken = engine.updates.failed
-            raise error
+        engine.settle()
         return engine
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -232,8 +233,7 @@ class Trainer:
             results = engine.executor.run(outer, scale, speculate=self._updates.ahead(self.global_step, divisor))
             squares = engine.gradients.finish()
         except BaseException:
-            self._broken = engine.updates.failed  # else the step can be taken again
-            engine.updates.abort()
+            engine.updates.abort()  # unless one had failed, the step can be taken again
             raise
         self._account.middle()
         parts = [self._signature.split(jax.tree.unflatten(self._traced.graph.out_tree, r)) for r in results]
@@ -458,7 +458,7 @@ class Trainer:
         """
         self._recorder.close()
         try:
-            if self._engine is not None and self._broken is None and not self._run.temporary:
+            if self._engine is not None and self._failure is None and not self._run.temporary:
                 self._run.rest(self._at_rest(), self._counters())
         finally:
             self._finalizer()

@@ -46,7 +46,7 @@ class StepUpdates:
         def speculate() -> None:
             engine = self._engine
             # While the last commit is under way no old version would stay.
-            if engine.may_write() and engine.updates.can_speculate():
+            if engine.may_write():
                 gradients = engine.gradients.collected
                 engine.updates.speculate(count + 1, engine.fused.of(self._rule, count, unclipped, gradients), gradients)
 

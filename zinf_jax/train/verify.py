@@ -2,7 +2,7 @@
 
 Changes nothing, builds no model, starts no JAX device: where chunks lie and how large they are follows from what is
 stored with the run. The directory is owned meanwhile, so that nobody trains on it (a retained step and a checkpoint do
-not change, and need no owner). Memory: `BUFFER_BYTES`, or two chunks if that is more.
+not change, and need no owner). Memory: see `tier.sweep`.
 """
 
 import contextlib
@@ -17,13 +17,11 @@ import numpy as np
 
 import aio_ffi
 from zinf_jax.errors import ResumeError, StoreError
-from zinf_jax.optim import kernels
-from zinf_jax.stream.engine import VERSIONED, split_chunks
-from zinf_jax.stream.pager import WEIGHTS
-from zinf_jax.stream.records import RecordFormat
-from zinf_jax.tier import KindExtents, Tables
+from zinf_jax.stream.engine import VERSIONED
+from zinf_jax.tier import Tables
 from zinf_jax.tier.journal import parse
 from zinf_jax.tier.store import chunk_seed
+from zinf_jax.tier.sweep import sweep
 from zinf_jax.tier.versions import NOWHERE
 from zinf_jax.train.manifest import COUNTERS, FORMAT
 from zinf_jax.train.rundir import MANIFEST, RunDir, read_manifest
@@ -33,12 +31,10 @@ from zinf_jax.train.source import (
     RETAINED,
     Source,
     open_source,
-    page_directories,
     read_commits,
     retained_steps,
 )
 
-BUFFER_BYTES = 64 << 20
 _STAYS = ("format", "status", "run_id", "slots", "weights_dtype", "chunk_elements", "paths", "shares", "num_versions",
           "layout", "fingerprint")  # fmt: skip
 
@@ -246,26 +242,6 @@ class _Candidate:
         return cls(where, open_source(path, path.parent.parent if path.is_file() else path))
 
 
-def extents_of(manifest: Mapping[str, Any]) -> dict[str, KindExtents]:
-    """Where the chunks of a stored run lie, from its manifest alone."""
-    record = RecordFormat.of(_dtype(manifest["weights_dtype"]), len(manifest["slots"]))
-    pages = manifest["layout"]["pages"]
-    chunk = manifest["chunk_elements"]
-    extents = {}
-    for kind in VERSIONED:
-        sizes = []
-        for page in pages:
-            trainable = page["kind"] == "trainable"
-            item = _dtype(page["dtype"]).itemsize if kind == WEIGHTS else record.itemsize * trainable
-            sizes.append(split_chunks(int(np.prod(page["shape"], dtype=np.int64)) * item, chunk * item))
-        extents[kind] = KindExtents.deal(sizes, manifest["shares"])
-    return extents
-
-
-def _dtype(name: str) -> np.dtype:
-    return kernels.BF16 if name == "bfloat16" else np.dtype(name)
-
-
 class _Chunks:
     """Reads chunks of steps. A chunk that several steps share is read once."""
 
@@ -273,7 +249,6 @@ class _Chunks:
         self._engine = aio_ffi.Engine(aio_ffi.EngineOptions())
         self._files: dict[str, aio_ffi.File | None] = {}
         self._seen: dict[tuple[Any, ...], Problem | None] = {}
-        self._buffer = np.empty(0, np.uint8)
 
     def __enter__(self) -> "_Chunks":
         return self
@@ -326,16 +301,9 @@ class _Chunks:
         return problems
 
     def _read(self, items: Sequence["_Item"], report: Callable[[int], None]) -> list[Problem]:
-        slot = max((item.num_bytes for item in items), default=1) + 4095 & ~4095
-        if self._buffer.nbytes < 2 * slot:
-            whole = np.empty(max(BUFFER_BYTES, 2 * slot) + 4096, np.uint8)
-            self._buffer = whole[-whole.ctypes.data % 4096 :][:-4096]
-        width = self._buffer.nbytes // slot
         found: list[Problem] = []
-        pending: list[tuple[_Item, aio_ffi.Handle]] = []
-
-        def finish() -> None:
-            item, handle = pending.pop(0)
+        wanted = [(item, item.num_bytes) for item in items]
+        for item, handle in sweep(wanted, self._start, max((n for _, n in wanted), default=0)):
             problem = None
             try:
                 handle.wait()
@@ -348,16 +316,10 @@ class _Chunks:
             if problem is not None:
                 found.append(problem)
             report(item.num_bytes)
-
-        for number, item in enumerate(items):
-            if len(pending) == width:
-                finish()
-            at = number % width * slot
-            data = self._buffer[at : at + item.num_bytes]
-            pending.append((item, self._engine.read(self._open(item.file), item.offset, data, seed=item.seed)))
-        while pending:
-            finish()
         return found
+
+    def _start(self, item: "_Item", data: np.ndarray) -> "aio_ffi.Handle":
+        return self._engine.read(self._open(item.file), item.offset, data, seed=item.seed)
 
     def _open(self, file: str) -> "aio_ffi.File":
         opened = self._files.get(file)
@@ -399,7 +361,7 @@ class _Work:
     def of(cls, candidate: _Candidate) -> "_Work":
         source = candidate.source
         tables: Tables = source.tables
-        extents, directories = extents_of(source.manifest), page_directories(source.path, source.manifest)
+        extents, directories = source.extents, source.paths
         items: list[_Item] = []
         problems: list[Problem] = []
         for kind in VERSIONED:
@@ -454,4 +416,4 @@ def _advice(path: pathlib.Path, steps: Iterable[StepReport], problems: Iterable[
         yield "check the drive (smartctl -a, dmesg): it returned other bytes than it was given"
 
 
-__all__ = ["Problem", "Report", "StepReport", "extents_of", "verify"]
+__all__ = ["Problem", "Report", "StepReport", "verify"]
