@@ -46,16 +46,17 @@ def steps_table(rows: Sequence[Row]) -> Table:
         streamed = "plan" in row
         host = floors.get("host_work_s") if streamed else None
         times = [row["step_s"], row["memory_step_s"]]
-        floor = [floors.get("compute_s"), host, floors.get("io_s"), floors.get("schedule_s")]
-        over = row["step_s"] / floors["schedule_s"] if floors.get("schedule_s") else None
+        floor = [floors.get("compute_s"), host, floors.get("io_s")]
+        for name in ("schedule_s", "at_once_s"):
+            floor += [floors.get(name), row["step_s"] / floors[name] if floors.get(name) else None]
         ratio = limited(row["ratio"], row.get("max_ratio"))
         like = [r for r in rows if (r["size"], r["micro_batches"]) == (row["size"], row["micro_batches"])]
         peer = next((r for r in like if r["variant"] == "deepspeed"), None)
         versus = f"{peer['step_s'] / row['step_s']:.2f}x" if peer and row["variant"] == "nvme" else "-"
-        return [*_name(row), *map(_seconds, times), ratio, versus, *map(_seconds, floor), _seconds(over)]
+        return [*_name(row), *map(_seconds, times), ratio, versus, *map(_seconds, floor)]
 
     columns = ["model", "variant", "step s", "in memory s", "ratio", "DeepSpeed takes"]
-    columns += ["compute s", "host work s", "I/O s", "schedule s", "over it"]
+    columns += ["compute s", "host work s", "I/O s", "schedule s", "over it", "at once s", "over it"]
     return _table("Step time (medians of one run) and floors", columns, map(cells, rows))
 
 

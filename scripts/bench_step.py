@@ -10,6 +10,9 @@ DeepSpeed); a ratio is that of the medians of one run. Beside each step time sta
   compute    forward and backward alone, everything resident (the in-memory program without its update)
   host work  the fused update of as many parameters in DRAM alone, and the norm of their gradients
   I/O        the plan's bytes at the disk's rates: what pairs up at the rate of reads and writes at once, the rest alone
+  schedule   per phase, the longer of compute with the host work, and I/O
+  at once    forward and backward while the plan's bytes are moved (and made durable) beside them by bare transfers, and
+             the host work: what transfers cost the compute on this machine, which no schedule can hide
 
 Bytes moved are the worker's own `/proc/self/io`. Peak memory is VmHWM, reset after initialisation, beside the plan's.
 """
@@ -178,13 +181,34 @@ class Bench:
                         workers = [memory, *beside]
                         rows += self.one_variant(VARIANTS[name], size, num_micro_batches, clipping, workers, label)
             compute = memory.call("compute_floor", count=self._args.steps + 2, timeout_s=self._args.start_timeout)
+            with self.guard(f"{size.name} x{num_micro_batches} compute beside I/O"):
+                self.beside_io(memory, rows)
         with self.guard(f"{size.name} x{num_micro_batches} floors"):
             floors = self.floors(size, spec, Series(compute["times_s"]).median_s)
             for row in rows:
                 row["floors"] = floors | io_floor(row.get("plan"), floors) | schedule_floor(row, floors)
+                if "beside_io_s" in row:
+                    row["floors"]["at_once_s"] = row["beside_io_s"] + floors["host_work_s"]
         self.rows += rows
         if rows and len(self._args.sizes) * len(self._args.micro_batches) > 1:
             console.print(steps_table(rows))  # the whole comes at the end
+
+    def beside_io(self, memory: Worker, rows: Sequence[dict[str, Any]]) -> None:
+        """Measures compute beside the bytes of each plan that moves any."""
+        args, found = self._args, dict[tuple[int, int], float]()
+        with temporary_folder(args.nvme_path, "bench-plain") as folder:
+            for row in rows:
+                plan = row.get("plan")
+                if plan is None or not plan["read_bytes"]:
+                    continue
+                moved = (plan["read_bytes"], plan["write_bytes"])
+                if moved not in found:
+                    reply = memory.call(
+                        "compute_beside_io", count=args.steps + 2, folder=str(folder), read_bytes=moved[0],
+                        write_bytes=moved[1], flush=args.durability == "step", timeout_s=args.start_timeout,
+                    )  # fmt: skip
+                    found[moved] = Series(reply["times_s"]).median_s
+                row["beside_io_s"] = found[moved]
 
     def one_variant(
         self, variant: Variant, size: ModelSize, num_micro: int, clipping: str, others: Sequence[Worker], label: str

@@ -26,6 +26,11 @@ def advance(made, steps):
     return run(trainer=made, steps=steps)
 
 
+def step_on(made):
+    """One step, whose update is left owed: `advance` looks at the state and so finishes it."""
+    made.step(blocks.batch(16, seed=made.global_step))
+
+
 def state_after(steps):
     with trainer() as made:
         advance(made, steps)
@@ -54,6 +59,60 @@ def test_a_kept_step_costs_no_copy_and_can_be_gone_back_to(tmp_path):
     with trainer(run_dir=tmp_path, resume="auto") as made:
         made.prepare(blocks.batch())
         assert made.global_step == 4 and everything(made) == state_after(4)
+
+
+def test_keeping_a_step_waits_for_nothing(tmp_path):
+    """Its update is owed when `save` returns; the next steps make it durable and kept, or `close` does."""
+    with trainer(run_dir=tmp_path) as made:
+        kept = []
+        for step in (1, 2, 3):
+            step_on(made)
+            assert not made._engine.updates.complete
+            kept.append(made.save())
+            assert not made._engine.updates.complete, "nothing was waited for"
+            assert made.retained() == [*range(1, step + 1)]
+            assert not kept[-1].exists()
+        made.params()  # finishes step 3's update: it could only begin when step 2 was durable
+        assert kept[0].exists() and kept[1].exists()
+    assert kept[2].exists()
+    for step, path in enumerate(kept, 1):
+        with trainer(run_dir=tmp_path / f"from_{step}", resume=path) as made:
+            made.prepare(blocks.batch())
+            assert made.global_step == step and everything(made) == state_after(step)
+
+
+def test_a_step_is_given_up_only_when_the_one_that_replaces_it_is_durable(tmp_path):
+    with trainer(run_dir=tmp_path) as made:
+        step_on(made)
+        first = made.save()
+        step_on(made)
+        made.params()
+        made._run.wait(made._engine)
+        assert first.exists()
+        step_on(made)
+        second = made.save()
+        made.release(1)
+        assert made.retained() == [3]
+        assert first.exists() and not second.exists(), "a crash now must leave one of them"
+        step_on(made)
+        made.params()
+        assert second.exists() and not first.exists()
+        made.save()
+        made.release(4)  # before it was kept
+        step_on(made)
+        assert made.retained() == [3]
+    assert [path.name for path in (tmp_path / "retained").iterdir()] == [second.name]
+
+
+def test_a_step_between_commits_can_be_kept(tmp_path):
+    with trainer({"streaming": {"durability": "every_4"}}, run_dir=tmp_path) as made:
+        advance(made, 2)
+        kept = made.save()
+        assert kept.exists()
+        advance(made, 3)
+    with trainer(run_dir=tmp_path / "other", resume=kept) as made:
+        made.prepare(blocks.batch())
+        assert everything(made) == state_after(2)
 
 
 def test_a_kept_step_of_another_run_is_only_read(tmp_path):

@@ -10,6 +10,7 @@ import zinf_jax as zinf
 from aio_ffi import _testing
 from tests.train import blocks
 from tests.train.blocks import placed, run
+from zinf_jax.stream.overlap import OverlapChooser
 
 MODES = ("none", "backward", "next_forward", "auto")
 DURABILITIES = ("off", "step", "every_3")
@@ -147,6 +148,51 @@ def test_auto_runs_ahead_once_steps_are_not_clipped(tmp_path):
             trainer.step(blocks.batch(seed=step))
             ahead.append(trainer.stats().pages_ahead > 0)
     assert ahead == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("ahead_s", "other_s"), [(1.0, 2.0), (2.0, 1.0)])
+def test_auto_keeps_to_what_is_faster(ahead_s, other_s):
+    chooser = OverlapChooser("auto", clips=True)
+    took = []
+    for _ in range(chooser.PATIENCE + 2 * chooser.PERIOD):
+        took.append(ahead_s if chooser.runs_ahead else other_s)
+        chooser.saw(as_assumed=True, undone=False)
+        chooser.took(took[-1])
+    fast = min(ahead_s, other_s)
+    first = chooser.PATIENCE + 2 * chooser.TRIAL  # steps until both ways are known
+    assert took[first : chooser.PATIENCE + chooser.PERIOD] == [fast] * (chooser.PERIOD - 2 * chooser.TRIAL)
+    second = took[chooser.PATIENCE + chooser.PERIOD :]
+    assert second.count(max(ahead_s, other_s)) == chooser.TRIAL  # it looked again, and no more than that
+    chooser.saw(as_assumed=False, undone=True)
+    chooser.took(fast)
+    assert not chooser.runs_ahead
+
+
+def test_auto_counts_no_step_in_which_the_other_way_still_has_work():
+    chooser = OverlapChooser("auto", clips=False)
+    times = iter([9.0, 1.0, 1.0, 1.0, 9.0, 2.0, 2.0, 2.0])  # the first after each change is slow
+    for time_s in times:
+        chooser.saw(as_assumed=True, undone=False)
+        chooser.took(time_s)
+    assert chooser.runs_ahead
+
+
+def test_what_completes_last_is_not_run_ahead(tmp_path, monkeypatch):
+    """Its norm is known next: it meets the next step's weights in their frames, and is written beside the forward."""
+    with zinf.Trainer(
+        blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
+        blocks.config(placed("nvme"), mode("backward", "step")), run_dir=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.prepare(blocks.batch()).params()
+        durable(trainer)
+        updates, plan, ahead = trainer._engine.updates, trainer.plan, []
+        run_ahead = updates.run_ahead
+        monkeypatch.setattr(updates, "run_ahead", lambda pages: (ahead.extend(pages), run_ahead(pages)))
+        trainer.step(blocks.batch())
+        last = {page for page in plan.chunks_of if plan.last_uses[page] == len(plan.positions) - 1}
+        assert last
+        assert len(ahead) == trainer.stats().pages_ahead >= 3
+        assert not last & set(ahead)
 
 
 def test_a_write_that_fails_while_another_error_is_handled_is_not_forgotten(tmp_path):

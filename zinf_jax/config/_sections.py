@@ -109,8 +109,8 @@ class Streaming(Section):
     update_overlap: Literal["none", "backward", "next_forward"] | None = None
     """When the update runs. none: after backward. next_forward: a page's just before the next forward needs it, beside
     its compute. backward: as soon as a page's gradient is complete, and again where the norm then says to clip (needs
-    durability, and both weights and optimizer on nvme; other pages are updated as with next_forward). `auto`: backward
-    while steps are not clipped, else next_forward. The bits are the same."""
+    durability, and both weights and optimizer on nvme; other pages are updated as with next_forward). `auto`:
+    next_forward, or backward while steps are not clipped and a trial shows it to be faster. The bits are the same."""
     durability: str | None = None
     """Which steps survive a crash. step: each, from soon after it is taken; every_N (every_10): each Nth; off: those
     that were saved. Bytes on nvme: two versions of weights and optimizer state, one with off. `auto`: step with a

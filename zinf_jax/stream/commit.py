@@ -3,6 +3,7 @@
 Guarantees:
   * Commits are made in order, one at a time. Pages may be written again only when the one before is durable
     (`may_write`, `wait`).
+  * `on_durable` is told of a commit before pages may be written again.
   * An error surfaces at the next call, again at every later one, and at `close`.
 Everything but the commit itself runs on the main thread.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from zinf_jax.stream.stats import Counters
 from zinf_jax.tier import CommitLog, PageStore, Tables
 
-SYNC_BYTES = 128 << 20  # written between syncs ahead of a commit
+SYNC_BYTES = 32 << 20  # written between syncs ahead of a commit: reads wait for as long as one takes
 
 
 class Committer:
@@ -38,8 +39,10 @@ class Committer:
         self._early: concurrent.futures.Future[None] | None = None
         self._unsynced = 0
         self._tables: Tables | None = None
+        self._meta: dict[str, Any] = {}
         self._error: BaseException | None = None
         self.observer: Callable[[float, float], None] | None = None
+        self.on_durable: Callable[[dict[str, Any]], None] | None = None
 
     def launch(self, meta: dict[str, Any]) -> None:
         """Starts committing what the store holds now, whose writes are complete.
@@ -52,7 +55,7 @@ class Committer:
             self._finish_early()
         self._unsynced = 0
         tables = self._store.versions.snapshot(self._kinds)
-        self._tables = tables
+        self._tables, self._meta = tables, meta
         self._future = self._thread.submit(self._run, meta, tables)
 
     def sync_ahead(self, num_bytes: int) -> None:
@@ -113,10 +116,12 @@ class Committer:
         self._future = self._tables = None
         try:
             future.result()
+            self._store.versions.commit(tables)
+            if self.on_durable is not None:
+                self.on_durable(self._meta)
         except BaseException as error:
             self._error = error
             raise
-        self._store.versions.commit(tables)
 
     def close(self) -> None:
         """Waits for the last commit and ends the thread.

@@ -339,6 +339,8 @@ class Executor:
         """Hands pages whose gradient is whole, and that nothing in this step reads again, to the update."""
         if self._updates is None or self._gradients is None or self._speculate is None:
             return
+        if position.index + 1 == len(self._plan.positions):
+            return  # the norm is known next: the rest is updated for certain, in the frames of the next step's weights
         if not self._updates.speculating:
             if not self._updates.complete:
                 return

@@ -13,6 +13,7 @@ Guarantees:
 Main thread only.
 """
 
+import statistics
 from collections.abc import Callable, Iterable
 
 from zinf_jax.plan import Chunk, Plan, Tier
@@ -29,21 +30,34 @@ MakePipeline = Callable[[Compute, Collected], ChunkPipeline]
 class OverlapChooser:
     """Should a step's update run ahead of its norm? The bits are the same either way.
 
+    "auto" runs ahead only while norms leave the gradients as they are, and only where that is the faster: it tries both
+    for a few steps each, keeps to the better one, and looks again now and then.
+
     Args:
       mode: `StreamOptions.update_overlap`.
       clips: There is a bound on the norm, so that running ahead can be in vain.
     """
 
     PATIENCE = 2  # steps in a row that were not clipped, before "auto" expects the next one not to be
+    TRIAL = 4  # steps that try one way; the first still has the other way's work to finish and is not counted
+    PERIOD = 128  # steps from trial to trial
 
     def __init__(self, mode: str, *, clips: bool) -> None:
         self._mode = mode
         self._quiet = 0 if clips else self.PATIENCE
+        self._phase = 0  # of the period, in steps
+        self._times: dict[bool, list[float]] = {True: [], False: []}  # of the trials, by whether they ran ahead
+        self._ahead_is_faster = True
         self.num_undone = 0
 
     @property
     def runs_ahead(self) -> bool:
-        return self._mode == "backward" or (self._mode == "auto" and self._quiet >= self.PATIENCE)
+        if self._mode != "auto":
+            return self._mode == "backward"
+        if self._quiet < self.PATIENCE:
+            return False
+        trial = self._phase // self.TRIAL
+        return trial == 0 or (trial > 1 and self._ahead_is_faster)
 
     def saw(self, *, as_assumed: bool, undone: bool) -> None:
         """A step's norm is known.
@@ -54,6 +68,20 @@ class OverlapChooser:
         """
         self._quiet = self._quiet + 1 if as_assumed else 0
         self.num_undone += undone
+
+    def took(self, seconds: float) -> None:
+        """A step is over."""
+        if self._quiet <= self.PATIENCE:  # the step itself was not free to choose: trials begin anew
+            self._phase, self._times = 0, {True: [], False: []}
+            return
+        trial, step = divmod(self._phase, self.TRIAL)
+        if trial < 2 and step:
+            self._times[trial == 0].append(seconds)
+        if trial == 1 and step == self.TRIAL - 1:
+            ahead, not_ahead = (statistics.median(self._times[way]) for way in (True, False))
+            self._ahead_is_faster = ahead <= not_ahead
+            self._times = {True: [], False: []}
+        self._phase = (self._phase + 1) % self.PERIOD
 
 
 class OverlappedUpdates:

@@ -14,7 +14,7 @@ import os
 import pathlib
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,9 @@ def retain(
     """
     versions, step = engine.store.versions, content["step"]
     assert versions.committed is not None
-    folder = run_dir / RETAINED
-    make_directory(folder)
-    path = folder / f"step_{step:08}.json"
-    kept = {*versions.retained, step} - (set(replaces) - {step})
-    engine.store.grow(num_versions(len(kept), engine.plan.options.num_versions), VERSIONED)
+    path = retained_path(run_dir, step)
+    make_directory(path.parent)
+    reserve(engine, {step}, replaces)
     try:
         write_json(path, content | {"status": "retained", "tables": encode_tables(versions.committed)})
     except OSError as error:
@@ -109,6 +107,20 @@ def retain(
     for other in sorted(set(replaces) - {step}):
         release(engine, run_dir, other)
     return path
+
+
+def retained_path(run_dir: pathlib.Path, step: int) -> pathlib.Path:
+    return run_dir / RETAINED / f"step_{step:08}.json"
+
+
+def reserve(engine: StreamEngine, steps: Collection[int], replaces: Collection[int]) -> None:
+    """Makes room for the versions that a run needs once it retains `steps` too.
+
+    Raises:
+      StoreError: there is none; nothing changed.
+    """
+    kept = {*engine.store.versions.retained, *steps} - (set(replaces) - set(steps))
+    engine.store.grow(num_versions(len(kept), engine.plan.options.num_versions), VERSIONED)
 
 
 def num_versions(num_retained: int, planned: int) -> int:

@@ -4,6 +4,7 @@ With durability on, the run's status is "live": whatever happens, its last commi
 "open" while its pages are in use (they are then of no step), and "closed" at rest.
 """
 
+import dataclasses
 import os
 import pathlib
 import secrets
@@ -61,6 +62,8 @@ class Run:
         self.pid = os.getpid()
         self._paths: list[pathlib.Path] = []
         self._committed: dict[str, Any] | None = None
+        self._coming: dict[str, Any] | None = None  # counters of the step whose commit follows its update
+        self._keeps: dict[int, _Keep] = {}  # steps to be retained once they are durable
         # "auto" goes on with what this very run did, whatever it once started from.
         self.weights_only = config.restore == "weights" and resume != "auto"
         self.temporary = run_dir is None
@@ -237,6 +240,8 @@ class Run:
             same = known and self.source is not None and _same(log.last.tables, self.source.tables)  # type: ignore[union-attr]
             self._committed = counters if same else None
             engine.attach_log(log)
+            assert engine.committer is not None
+            engine.committer.on_durable = lambda meta: self._keep(engine, meta["step"])
             if not same or self._status != "live" or self.weights_only:
                 self.commit(engine, counters)
                 self.wait(engine)
@@ -259,6 +264,10 @@ class Run:
         return describe_run(engine, status=status, run_id=self.run_id, slots=self._slots, paths=self._paths)
 
     # --- durable steps ------------------------------------------------------------------------------------------
+
+    def expect(self, counters: dict[str, Any]) -> None:
+        """A step's update is owed, and will be committed with these."""
+        self._coming = counters
 
     def commit(self, engine: StreamEngine, counters: dict[str, Any]) -> None:
         """Starts making the engine's state durable, whose writes are complete."""
@@ -291,6 +300,8 @@ class Run:
     def retain(self, engine: StreamEngine, counters: dict[str, Any], replaces: Sequence[int] = ()) -> pathlib.Path:
         """Keeps the state of a step, without a copy, and gives others up for it.
 
+        Waits for nothing where the step's commit is on its way: it is kept when that is durable.
+
         Raises:
           ConfigError: durability is off.
           StoreError: no room for one more version.
@@ -300,14 +311,43 @@ class Run:
                 "a step can be kept in place only with streaming.durability: step or every_N and a run_dir: turn it "
                 "on, or give save() a path"
             )
+        assert engine.committer is not None
+        content = self.describe(engine, "retained") | counters
+        if counters == self._coming and not (engine.updates.complete and engine.committer.may_write()):
+            checkpoint.reserve(engine, {*self._keeps, counters["step"]}, replaces)
+            self._keeps[counters["step"]] = _Keep(content, set(replaces))
+            return checkpoint.retained_path(self.path, counters["step"])
+        engine.settle()
         self.rest(engine, counters)
-        return checkpoint.retain(engine, self.path, self.describe(engine, "retained") | counters, replaces)
+        return checkpoint.retain(engine, self.path, content, replaces)
 
-    def retained(self) -> list[tuple[int, pathlib.Path]]:
-        return retained_steps(self.path)
+    def _keep(self, engine: StreamEngine, step: int) -> None:
+        """A step is durable: it is kept now if that was asked for, before a page of the next one is written."""
+        keep = self._keeps.pop(step, None)
+        if keep is not None:
+            checkpoint.retain(engine, self.path, keep.content, sorted(keep.replaces))
+
+    def retained(self) -> list[int]:
+        """Steps that are kept, or will be once they are durable."""
+        replaced = {step for keep in self._keeps.values() for step in keep.replaces}
+        return sorted(({step for step, _ in retained_steps(self.path)} | self._keeps.keys()) - replaced)
 
     def release(self, engine: StreamEngine, step: int) -> None:
-        checkpoint.release(engine, self.path, step)
+        """Gives up a step. While one that may be meant to replace it is not durable yet, it waits for that."""
+        if self._keeps.pop(step, None) is not None:
+            return
+        if self._keeps:
+            self._keeps[max(self._keeps)].replaces.add(step)
+        else:
+            checkpoint.release(engine, self.path, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keep:
+    """A step that will be retained: its manifest but for the tables, and the steps that it replaces."""
+
+    content: dict[str, Any]
+    replaces: set[int]
 
 
 def _same(one: Any, other: Any) -> bool:

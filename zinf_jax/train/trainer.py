@@ -246,7 +246,9 @@ class Trainer:
             self._update(clip.gradient_scale, parts[-1].state)
         self._after(clip.skip)
         output = self._output(parts, weights, clip.norm, clip.skip, scale)
-        self._recorder.end(output.step + clip.skip, self._account.start_s, self._account.end(engine))
+        end_s = self._account.end(engine)
+        self._recorder.end(output.step + clip.skip, self._account.start_s, end_s)
+        self._updates.took(end_s - self._account.start_s)
         if self._skipped_in_a_row >= self.config.max_consecutive_skips:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients (loss {output.loss}): lower the "
@@ -295,6 +297,7 @@ class Trainer:
         if not self._run.durability.due(self.global_step):
             return lambda: None
         engine, counters = self._ready(), self._counters()
+        self._run.expect(counters)
         return lambda: self._run.commit(engine, counters)
 
     def _after(self, skipped: bool) -> None:
@@ -419,15 +422,16 @@ class Trainer:
           replaces: Steps kept in place that are given up once this one is durable.
 
         Returns:
-          What `resume` takes: `path`, or a file under `run_dir/retained`.
+          What `resume` takes: `path`, or a file under `run_dir/retained`. That file appears when the step is durable,
+          which this does not wait for: while the next step runs, or in `close`.
 
         Raises:
           ConfigError: the path is taken; or without one, durability is off.
           StoreError: no room, or I/O failed; nothing is left behind.
         """
-        engine = self._at_rest()
         if path is None:
-            return self._run.retain(engine, self._counters(), replaces)
+            return self._run.retain(self._ready(), self._counters(), replaces)
+        engine = self._at_rest()
         content = self._run.describe(engine, "saved") | self._counters()
         return checkpoint.save(engine, pathlib.Path(path), content)
 
@@ -437,8 +441,8 @@ class Trainer:
         return self._run.durability.every > 0
 
     def retained(self) -> list[int]:
-        """The steps that are kept in place."""
-        return [step for step, _ in self._run.retained()]
+        """The steps that are kept in place, those included that will be once they are durable."""
+        return self._run.retained()
 
     def release(self, step: int) -> None:
         """Gives up a step that was kept in place.

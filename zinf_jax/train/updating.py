@@ -60,6 +60,10 @@ class StepUpdates:
             self._engine.updates.undo()
         self._chooser.saw(as_assumed=as_assumed, undone=undone)
 
+    def took(self, seconds: float) -> None:
+        """A step is over."""
+        self._chooser.took(seconds)
+
     def apply(self, count: int, gradient_scale: float, commit: Callable[[], Callable[[], None]]) -> None:
         """Updates every page, now or beside the next forward.
 
