@@ -219,7 +219,8 @@ def test_a_forked_child_may_exit(path):
     code = (
         IN_FLIGHT
         + """
-import os
+import os, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of any fork beside threads
 child = os.fork()
 if child == 0:
     sys.exit(0)

@@ -257,15 +257,39 @@ def test_me02_a_budget_that_is_too_small_is_refused_before_anything_is_allocated
 
 def test_a_planned_run_in_its_exact_budget_runs():
     """The number that the refusal names is enough."""
+    mode = {"streaming": {"update_overlap": "next_forward"}}
     with trainer(placed("nvme"), {"host_memory": 1}) as made, pytest.raises(zinf.PlanError, match="raise host_memory"):
         made.prepare(blocks.batch())
-    with trainer(placed("nvme")) as made:
+    with trainer(placed("nvme"), mode) as made:
         needed = made.prepare(blocks.batch()).plan.host_bytes
         wanted = made.step(blocks.batch())
-    with trainer(placed("nvme"), {"host_memory": needed}) as made:
+    with trainer(placed("nvme"), mode, {"host_memory": needed}) as made:
         assert made.step(blocks.batch()) == wanted
         assert made.plan.host_bytes <= needed
-    with trainer(placed("nvme"), {"host_memory": needed - 4096}) as made, pytest.raises(zinf.PlanError):
+    with trainer(placed("nvme"), mode, {"host_memory": needed - 4096}) as made, pytest.raises(zinf.PlanError):
+        made.prepare(blocks.batch())
+
+
+def test_overlap_that_nobody_asked_for_gives_way_to_the_budget():
+    """The update's own frames are for speed: where there is no room for them, a run that fits without them starts."""
+    free = {"streaming": {"lookahead": 2}}
+    with trainer(placed("nvme"), {"streaming": {"update_overlap": "none", "lookahead": 2}}) as made:
+        needed = made.prepare(blocks.batch()).plan.host_bytes
+        wanted = made.step(blocks.batch())
+    with trainer(placed("nvme"), free) as made:
+        roomy = made.prepare(blocks.batch()).plan
+    assert roomy.overlaps and roomy.host_bytes > needed
+    with trainer(placed("nvme"), free, {"host_memory": needed}) as made:
+        assert made.step(blocks.batch()) == wanted
+        assert not made.plan.overlaps and made.plan.host_bytes <= needed
+    between = (needed + roomy.host_bytes) // 2
+    with trainer(placed("nvme"), free, {"host_memory": between}) as made:
+        assert made.prepare(blocks.batch()).plan.host_bytes <= between
+    with trainer(placed("nvme"), {"host_memory": needed}) as made:  # fetching later, it has room for both
+        assert made.step(blocks.batch()) == wanted
+        assert made.plan.overlaps and made.plan.options.lookahead == 1
+    asked = {"host_memory": needed, "streaming": {"update_overlap": "next_forward", "lookahead": 2}}
+    with trainer(placed("nvme"), asked) as made, pytest.raises(zinf.PlanError, match="raise host_memory"):
         made.prepare(blocks.batch())
 
 

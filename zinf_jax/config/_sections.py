@@ -102,7 +102,7 @@ class Streaming(Section):
     """Bytes of master and optimizer state that are read, updated and written as one. `auto`: 16 MiB."""
     num_chunk_frames: Positive | None = None
     """Optimizer chunks in host memory at once (read, update, write). Host bytes: num_chunk_frames x chunk_bytes.
-    1 is sequential. `auto`: 4."""
+    1 is sequential. `auto`: 4, or 2 where host_memory has no room for more."""
     micro_batches_per_group: Positive | None = None
     """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
     order of gradient sums depends on it, so the plan never changes it to save memory."""
@@ -110,7 +110,8 @@ class Streaming(Section):
     """When the update runs. none: after backward. next_forward: a page's just before the next forward needs it, beside
     its compute. backward: as soon as a page's gradient is complete, and again where the norm then says to clip (needs
     durability, and both weights and optimizer on nvme; other pages are updated as with next_forward). `auto`:
-    next_forward, or backward while steps are not clipped and a trial shows it to be faster. The bits are the same."""
+    next_forward, or backward while steps are not clipped and a trial shows it to be faster; none where host_memory has
+    no room for the frames of the others. The bits are the same."""
     durability: str | None = None
     """Which steps survive a crash. step: each, from soon after it is taken; every_N (every_10): each Nth; off: those
     that were saved. Bytes on nvme: two versions of weights and optimizer state, one with off. `auto`: step with a

@@ -7,13 +7,14 @@ does not fit), then memory, then disk space, then parameters page by page.
 import dataclasses
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 import aio_ffi
+from zinf_jax.errors import PlanError
 from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.machine import available_host_bytes
 from zinf_jax.plan import (
@@ -60,7 +61,11 @@ VERSIONED = (WEIGHTS, OPTIMIZER)
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """How a run is streamed; see the owners of the parts."""
+    """How a run is streamed; see the owners of the parts.
+
+    Attributes:
+      lowered: Names of stream options that nobody chose: a plan may ask for less there, so as to fit.
+    """
 
     placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
     stream: StreamOptions = dataclasses.field(default_factory=StreamOptions)
@@ -71,6 +76,21 @@ class EngineOptions:
     host_memory: int | None = None
     lock: str | bool = "auto"
     num_threads: int | None = None
+    lowered: frozenset[str] = frozenset()
+
+    def streams(self) -> Iterator[StreamOptions]:
+        """What to plan with, from most to least host memory: overlap needs frames of its own for the update."""
+        yield self.stream
+        if "update_overlap" not in self.lowered or self.stream.update_overlap == "none":
+            return
+        smaller = dataclasses.replace(self.stream, update_overlap="next_forward", update_hold=0)
+        yield smaller
+        least = {"num_chunk_frames": 2, "lookahead": 1, "chunk_bytes": smaller.chunk_bytes // 4}
+        for names in (("num_chunk_frames",), tuple(least)):
+            given = {name: min(least[name], getattr(smaller, name)) for name in names if name in self.lowered}
+            if given:
+                yield dataclasses.replace(smaller, **given)
+        yield dataclasses.replace(smaller, update_overlap="none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,14 +238,21 @@ class StepSetup:
     update_bytes: int = 0
 
     def plan(self) -> Plan:
-        """Raises PlanError: the budgets are too small."""
-        options = self.options
-        return make_plan(
-            self.program.shape, hardware_of(self.topology, options), options.placement, options.stream,
-            weights_itemsize=max((p.dtype.itemsize for p in self.layout.pages if p.trainable), default=4),
-            record_itemsize=self.record.itemsize, gradient_itemsize=self.gradient_dtype.itemsize,
-            base_rss_bytes=rss_bytes(), update_bytes=self.update_bytes,
-        )  # fmt: skip
+        """The first of `EngineOptions.streams` that fits. Raises PlanError: the budgets are too small for all."""
+        options, failure = self.options, None
+        hardware, held = hardware_of(self.topology, options), rss_bytes()
+        for stream in options.streams():
+            try:
+                return make_plan(
+                    self.program.shape, hardware, options.placement, stream,
+                    weights_itemsize=max((p.dtype.itemsize for p in self.layout.pages if p.trainable), default=4),
+                    record_itemsize=self.record.itemsize, gradient_itemsize=self.gradient_dtype.itemsize,
+                    base_rss_bytes=held, update_bytes=self.update_bytes,
+                )  # fmt: skip
+            except PlanError as error:
+                failure = error
+        assert failure is not None
+        raise failure
 
 
 class StreamEngine:

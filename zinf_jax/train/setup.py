@@ -45,6 +45,7 @@ class Durability:
 
 
 SHARE_BYTES = 128 << 20
+LOWERED = ("update_overlap", "num_chunk_frames", "lookahead", "chunk_bytes")
 
 
 def engine_options(config: Config, durability: Durability = Durability(0)) -> EngineOptions:
@@ -84,6 +85,7 @@ def engine_options(config: Config, durability: Durability = Durability(0)) -> En
         host_memory=config.host_memory,
         lock="auto" if config.pin_memory is None else config.pin_memory,
         num_threads=config.host_threads,
+        lowered=frozenset(name for name in LOWERED if getattr(streaming, name) is None),
     )  # fmt: skip
 
 
