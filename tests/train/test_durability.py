@@ -97,11 +97,18 @@ def test_a_step_is_given_up_only_when_the_one_that_replaces_it_is_durable(tmp_pa
         step_on(made)
         made.params()
         assert second.exists() and not first.exists()
-        made.save()
-        made.release(4)  # before it was kept
+        step_on(made)
+        made.save(replaces=[3])
+        assert made.retained() == [5]
+        made.release(5)  # before it was kept: nothing replaces step 3
         step_on(made)
         assert made.retained() == [3]
-    assert [path.name for path in (tmp_path / "retained").iterdir()] == [second.name]
+        made.save()
+        made.release(3)
+        made.release(6)  # that step 3 was given up holds
+        assert made.retained() == []
+        step_on(made)
+    assert not list((tmp_path / "retained").iterdir())
 
 
 def test_a_step_between_commits_can_be_kept(tmp_path):

@@ -315,7 +315,7 @@ class Run:
         content = self.describe(engine, "retained") | counters
         if counters == self._coming and not (engine.updates.complete and engine.committer.may_write()):
             checkpoint.reserve(engine, {*self._keeps, counters["step"]}, replaces)
-            self._keeps[counters["step"]] = _Keep(content, set(replaces))
+            self._keeps[counters["step"]] = _Keep(content, frozenset(replaces))
             return checkpoint.retained_path(self.path, counters["step"])
         engine.settle()
         self.rest(engine, counters)
@@ -325,29 +325,42 @@ class Run:
         """A step is durable: it is kept now if that was asked for, before a page of the next one is written."""
         keep = self._keeps.pop(step, None)
         if keep is not None:
-            checkpoint.retain(engine, self.path, keep.content, sorted(keep.replaces))
+            checkpoint.retain(engine, self.path, keep.content, sorted(keep.gives_up))
 
     def retained(self) -> list[int]:
         """Steps that are kept, or will be once they are durable."""
-        replaced = {step for keep in self._keeps.values() for step in keep.replaces}
+        replaced = {step for keep in self._keeps.values() for step in keep.gives_up}
         return sorted(({step for step, _ in retained_steps(self.path)} | self._keeps.keys()) - replaced)
 
     def release(self, engine: StreamEngine, step: int) -> None:
         """Gives up a step. While one that may be meant to replace it is not durable yet, it waits for that."""
-        if self._keeps.pop(step, None) is not None:
-            return
-        if self._keeps:
-            self._keeps[max(self._keeps)].replaces.add(step)
+        dropped = self._keeps.pop(step, None)
+        if dropped is not None:
+            for other in sorted(dropped.released):
+                self.release(engine, other)
+        elif self._keeps:
+            self._keeps[max(self._keeps)].released.add(step)
         else:
             checkpoint.release(engine, self.path, step)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-    """A step that will be retained: its manifest but for the tables, and the steps that it replaces."""
+    """A step that will be retained once it is durable.
+
+    Attributes:
+      content: Its manifest but for the tables.
+      replaces: Steps that are given up for it, and only for it.
+      released: Steps that were given up since.
+    """
 
     content: dict[str, Any]
-    replaces: set[int]
+    replaces: frozenset[int]
+    released: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def gives_up(self) -> set[int]:
+        return self.released | self.replaces
 
 
 def _same(one: Any, other: Any) -> bool:
