@@ -221,6 +221,30 @@ def test_turning_durability_off_leaves_retained_steps_as_they_are(tmp_path):
         assert advance(made, 2).bits[1:] == run(placed("nvme"), STEP, steps=4).bits[1:]
 
 
+def test_a_kept_step_that_is_named_does_not_need_the_commits(tmp_path):
+    """A log that is damaged before its end is refused; what the message advises then works."""
+    with trainer(placed("nvme"), STEP, run_dir=tmp_path) as made:
+        advance(made, 2)
+        kept = made.save()
+        advance(made, 3)
+    log = tmp_path / "commits" / "commits.log"
+    data = bytearray(log.read_bytes())
+    data[len(data) // 3] ^= 1
+    log.write_bytes(data)
+    with pytest.raises(zinf.StoreError, match="resume from a retained step"):
+        trainer(placed("nvme"), STEP, run_dir=tmp_path, resume="auto")
+    with pytest.warns(UserWarning, match=r"Set aside as .*commits\.damaged-1"):
+        made = trainer(placed("nvme"), STEP, run_dir=tmp_path, resume=kept)
+    with made:
+        made.prepare(blocks.batch())
+        assert made.global_step == 2
+        assert advance(made, 1).bits[1:] == run(placed("nvme"), STEP, steps=3).bits[1:]
+    assert (tmp_path / "commits.damaged-1" / "commits.log").read_bytes() == bytes(data)
+    with trainer(placed("nvme"), STEP, run_dir=tmp_path, resume="auto") as made:
+        made.prepare(blocks.batch())
+        assert made.global_step == 3
+
+
 def test_what_a_user_notes_after_the_last_step_is_kept(tmp_path):
     with trainer(placed("nvme"), STEP, run_dir=tmp_path) as made:
         made.user_state = "before"

@@ -13,6 +13,7 @@ changes nothing and needs no ownership.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -232,7 +233,7 @@ def parse(data: bytes, name: str = "journal") -> tuple[list[Record], list[int]]:
         later = _record_at(data, at, None)
         if later is not None and later[0].sequence > after:
             raise StoreError(
-                5,
+                errno.EBADMSG,
                 f"damaged at offset {offset}: a whole record (number {later[0].sequence}) follows at {at}. The drive "
                 "lost or changed what it had acknowledged: resume from a retained step or a checkpoint",
                 name,

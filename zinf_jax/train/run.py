@@ -5,6 +5,8 @@ With durability on, the run's status is "live": whatever happens, its last commi
 """
 
 import dataclasses
+import errno
+import itertools
 import os
 import pathlib
 import secrets
@@ -89,12 +91,33 @@ class Run:
             if not self._in_place:
                 self._give_up(manifest)
             else:  # what was found becomes durable before any page is written
-                CommitLog(self.path / COMMITS).close()
+                self._whole_log()
                 if (self.path / RETAINED).exists():
                     sync_directory(self.path / RETAINED)
         except BaseException:
             self.directory.release()
             raise
+
+    def _whole_log(self) -> None:
+        """Makes what the log says durable. One that is damaged is set aside if a retained step was named: the pages are
+        that step's from now on.
+
+        Raises:
+          StoreError, ResumeError: it is damaged, and what is to be gone on with is in it.
+        """
+        folder = self.path / COMMITS
+        try:
+            CommitLog(folder).close()
+        except (StoreError, ResumeError) as error:
+            damaged = isinstance(error, ResumeError) or error.errno == errno.EBADMSG
+            assert self.source is not None
+            if not damaged or self.source.path == self.path:
+                raise
+            number = next(n for n in itertools.count(1) if not self.path.joinpath(f"{COMMITS}.damaged-{n}").exists())
+            aside = self.path / f"{COMMITS}.damaged-{number}"
+            folder.rename(aside)
+            sync_directory(self.path)
+            warnings.warn(f"{error}. Set aside as {aside}: going on from {self.source.path}", stacklevel=5)
 
     def _find_source(self, manifest: dict[str, Any] | None, resume: Any, overwrite: bool) -> Source | None:
         if resume is None:
@@ -125,8 +148,8 @@ class Run:
         there a run whose pages are gone."""
         (self.path / MANIFEST).unlink(missing_ok=True)
         sync_directory(self.path)
-        for name in (COMMITS, RETAINED):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        for folder in (self.path / COMMITS, self.path / RETAINED, *self.path.glob(f"{COMMITS}.damaged-*")):
+            shutil.rmtree(folder, ignore_errors=True)
         if manifest is not None:
             for directory in page_directories(self.path, manifest):
                 if belongs(directory, self.path, manifest["run_id"]):
