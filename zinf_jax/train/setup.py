@@ -255,7 +255,18 @@ def _shapes(tree: Any) -> list[tuple[int, ...]]:
 
 def abstract_of(tree: Any) -> Any:
     """`ShapeDtypeStruct`s with the dtypes that JAX gives host values (int64 becomes int32 without x64)."""
-    return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(jnp.asarray, x), tree)
+    return jax.tree.map(_abstract_leaf, tree)
+
+
+def _abstract_leaf(x: Any) -> jax.ShapeDtypeStruct:
+    """Each step asks this of its batch, and each `eval_shape` leaves entries in JAX's caches: arrays do without."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.aval.weak_type)
+    if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    return jax.eval_shape(jnp.asarray, x)
 
 
 @dataclasses.dataclass(frozen=True)
