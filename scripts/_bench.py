@@ -283,13 +283,17 @@ def end_on_sigterm() -> None:
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A new folder under `parent` that is removed at the end, whatever happens."""
+    """A new folder under `parent` that is removed at the end, whatever happens; and `parent`, if this made it."""
+    made = not parent.exists()
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent.resolve()))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if made:
+            with contextlib.suppress(OSError):  # something else is there by now
+                parent.rmdir()
 
 
 def write_json(path: Path, value: Any) -> None:

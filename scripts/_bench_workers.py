@@ -106,7 +106,7 @@ def in_memory(spec: dict[str, Any]) -> Commands:
         return timed_steps(lambda: jax.block_until_ready(grads(weights, feed[0])), count)
 
     def compute_beside_io(count: int, folder: str, read_bytes: int, write_bytes: int, flush: bool) -> Reply:
-        """The same, while a step's bytes are moved by the barest of means: what no schedule can beat on this machine.
+        """The same, while a step's bytes are moved by the barest of means.
 
         A drive's transfers take memory bandwidth, and in a virtual machine time of its own CPUs, from the compute.
         """

@@ -16,6 +16,7 @@ A difference of medians is good to the noise of the step times; both are shown.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 from _bench import SIZES, end_on_sigterm, temporary_folder, write_json
 from _bench_report import limited
+from _bench_workers import LEARNING_RATE, WEIGHT_DECAY, batches, model_of
 from rich.console import Console
 from rich.table import Table
 
@@ -50,10 +52,8 @@ def checksum_gbps(num_bytes: int = 64 << 20) -> float:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import zinf_jax as zinf
-    from zinf_jax.models import decoder
 
-    model = decoder(args.size, remat=False, matmul_dtype="float32")
-    assert model.vocab_size is not None and model.seq_len is not None
+    model = model_of({"size": args.size, "matmul_dtype": "float32"}, remat=False)
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": args.clipping,
@@ -62,17 +62,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "streaming": {"durability": "step", "num_retained": 1},
     }
     params = zinf.lazy(model.init_fn, jax.random.key(0))
-    rng = np.random.default_rng(0)
-    batch = {"tokens": rng.integers(0, model.vocab_size, (1, model.seq_len + 1), dtype=np.int32)}
+    tx = zinf.optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    (batch,) = batches(model, 1, count=1)
     plain: list[float] = []
     after_save: list[float] = []
     saves: list[float] = []
     waits: list[float] = []
-    commits: list[float] = []
     moved: list[int] = []
-    with zinf.Trainer(
-        model.loss_fn, params, zinf.optim.adamw(1e-4, weight_decay=0.01), config, run_dir=folder / "run"
-    ) as trainer:
+    with zinf.Trainer(model.loss_fn, params, tx, config, run_dir=folder / "run") as trainer:
         trainer.prepare(batch)
         for _ in range(args.warmup):
             trainer.step(batch)
@@ -106,8 +103,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def commit_times(trace: Path) -> list[float]:
     """Seconds of the commits in a trace."""
-    import json
-
     events = json.loads(trace.read_text())["traceEvents"]
     return [event["dur"] / 1e6 for event in events if event.get("ph") == "X" and event["name"] == "commit"]
 
@@ -158,11 +153,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     end_on_sigterm()
-    made = not args.nvme_path.exists()
     with temporary_folder(args.nvme_path, "bench-durability") as folder:
         found = measure(args, folder)
-    if made:
-        args.nvme_path.rmdir()
     if args.json:
         write_json(args.json, found)
     console.print(table(found))

@@ -113,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything there")
     args = parser.parse_args(argv)
     end_on_sigterm()
-    made = not args.nvme_path.exists()
     rows, failures = [], []
     for config in args.configs:
         try:
@@ -123,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures.append(f"{config.stem}: {error}")
         if args.json:
             write_json(args.json, {"rows": rows, "failures": failures})
-    if made:
-        shutil.rmtree(args.nvme_path, ignore_errors=True)
     console.print(table(rows))
     for failure in failures:
         console.print(f"FAILED {failure}", style="red", markup=False)

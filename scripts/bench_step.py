@@ -12,7 +12,7 @@ DeepSpeed); a ratio is that of the medians of one run. Beside each step time sta
   I/O        the plan's bytes at the disk's rates: what pairs up at the rate of reads and writes at once, the rest alone
   schedule   per phase, the longer of compute with the host work, and I/O
   at once    forward and backward while the plan's bytes are moved (and made durable) beside them by bare transfers, and
-             the host work: what transfers cost the compute on this machine, which no schedule can hide
+             the host work: what moving as many bytes as plainly as can be costs the compute on this machine
 
 Bytes moved are the worker's own `/proc/self/io`. Peak memory is VmHWM, reset after initialisation, beside the plan's.
 """
@@ -338,7 +338,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     end_on_sigterm()
-    made = not args.nvme_path.exists()
     with temporary_folder(args.nvme_path, "bench-logs") as logs:
         bench = Bench(args, logs)
         for name in args.sizes:
@@ -347,8 +346,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     bench.one_setting(SIZES[name], num_micro_batches)
                 if args.json:
                     write_json(args.json, {"rows": bench.rows, "failures": bench.failures})
-    if made:
-        args.nvme_path.rmdir()
     for table in (steps_table, bytes_table, time_table):
         if bench.rows:
             console.print(table(bench.rows))

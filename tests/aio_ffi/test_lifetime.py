@@ -174,6 +174,8 @@ def test_signals_interrupt_a_wait(path, number, code):
     script = (
         IN_FLIGHT
         + """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background ignores it
 from aio_ffi import _testing
 with _testing.closed_gate(engine, "submit"):
     stuck = engine.write(file, 0, np.ones(10, np.uint8))

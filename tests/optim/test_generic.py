@@ -104,7 +104,7 @@ def test_equals_optax_in_memory(case: str) -> None:
     host = Streamed(tx, params)
     step, state = reference.jitted_step(tx), tx.init(params)
     found = max(len(group.leaves) for group in host.bound.groups)
-    # Newer JAX traces the cond of MultiSteps as one over all leaves: right, but then they are in memory together.
+    # On JAX 0.12 the leaves of MultiSteps come out as coupled: right, but then they are in memory together.
     assert found == largest or (case == "multi_steps" and found == len(SHAPES))
     scalars = {leaf.index for leaf in host.leaves if not leaf.shape}
     assert all(group.elementwise == elementwise for group in host.bound.groups if not scalars & set(group.leaves))

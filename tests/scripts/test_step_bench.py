@@ -1,6 +1,8 @@
 """The step benchmark's machinery: workers that die, hang or refuse are reported; figures are what they are called."""
 
 import json
+import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -108,8 +110,12 @@ def test_alternate_takes_turns(make):
     assert len(order) == 4 and order[0].startswith("round 1/2") and order[2].startswith("round 2/2")
 
 
+@pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("fail", [False, True])
-def test_temporary_folder_goes_away(tmp_path, fail):
+def test_temporary_folder_goes_away(tmp_path, fail, there):
+    """And the parent with it, if it was made for it."""
+    if there:
+        (tmp_path / "a").mkdir()
     try:
         with _bench.temporary_folder(tmp_path / "a", "x") as folder:
             (folder / "pages").write_bytes(b"1")
@@ -118,7 +124,7 @@ def test_temporary_folder_goes_away(tmp_path, fail):
                 raise KeyError
     except KeyError:
         pass
-    assert not list((tmp_path / "a").iterdir())
+    assert [*tmp_path.rglob("*")] == ([tmp_path / "a"] if there else [])
 
 
 def test_peak_rss_follows_reset():
@@ -186,3 +192,16 @@ def test_large_verdicts(measured, planned, complaint):
 def test_results_are_json(tmp_path):
     _bench.write_json(tmp_path / "r.json", {"rows": [1.5]})
     assert json.loads((tmp_path / "r.json").read_text()) == {"rows": [1.5]}
+
+
+def test_what_crash_safety_costs_is_measured(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench_durability.py"), "--size", "tiny", "--steps", "3", "--json", "found.json",
+         "--nvme-path", "pages"],
+        cwd=tmp_path, env={**os.environ, **_bench.worker_env()}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["shares"]) == {"checksums", "commit", "kept step"}
+    assert found["bytes_per_step"] > 0 and len(found["saves_s"]) == 3 and len(found["commits_s"]) >= 3
+    assert not (tmp_path / "pages").exists()
