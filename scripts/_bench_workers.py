@@ -62,8 +62,16 @@ def mean_gradients(loss_fn: Callable[..., Any], weights: Any, batch: Any) -> tup
     return loss / num_micro_batches, jax.tree.map(lambda g: g / num_micro_batches, grads)
 
 
+def loss_of(spec: dict[str, Any], policy: str) -> Any:
+    """The loss as plain JAX differentiates it: one remat per block, or what the policy keeps of all of it."""
+    if policy == "nothing_saveable":
+        return model_of(spec, remat=True).loss_fn
+    return jax.checkpoint(model_of(spec, remat=False).loss_fn, policy=getattr(jax.checkpoint_policies, policy))
+
+
 def in_memory(spec: dict[str, Any]) -> Commands:
     model = model_of(spec, remat=True)
+    loss_fn, loss_of_ours = loss_of(spec, spec["memory_remat_policy"]), loss_of(spec, spec["remat_policy"])
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
     @jax.jit
@@ -77,7 +85,7 @@ def in_memory(spec: dict[str, Any]) -> Commands:
     @functools.partial(jax.jit, donate_argnums=0)
     def train(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         master, opt_state = state
-        loss, grads = mean_gradients(model.loss_fn, cast(master), batch)
+        loss, grads = mean_gradients(loss_fn, cast(master), batch)
         # optax.global_norm would sum bf16 squares in bf16: everything in fp32 first.
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         norm = optax.global_norm(grads)
@@ -99,9 +107,9 @@ def in_memory(spec: dict[str, Any]) -> Commands:
         return {**timed_steps(step, count), "loss": losses[-1], "num_params": num_params}
 
     def compute_floor(count: int) -> Reply:
-        """Forward and backward alone, weights resident: no units, no transfers, no update."""
+        """Forward and backward alone, as the streamed side computes them, weights resident: no units, no transfers."""
         weights = jax.jit(cast)(state[0])
-        grads = jax.jit(functools.partial(mean_gradients, model.loss_fn))
+        grads = jax.jit(functools.partial(mean_gradients, loss_of_ours))
         jax.block_until_ready(grads(weights, feed[0]))
         return timed_steps(lambda: jax.block_until_ready(grads(weights, feed[0])), count)
 
@@ -111,7 +119,7 @@ def in_memory(spec: dict[str, Any]) -> Commands:
         A drive's transfers take memory bandwidth, and in a virtual machine time of its own CPUs, from the compute.
         """
         weights = jax.jit(cast)(state[0])
-        grads = jax.jit(functools.partial(mean_gradients, model.loss_fn))
+        grads = jax.jit(functools.partial(mean_gradients, loss_of_ours))
         jax.block_until_ready(grads(weights, feed[0]))
         with PlainTransfers(folder) as transfers, ThreadPoolExecutor(1) as thread:
 

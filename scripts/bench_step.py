@@ -4,8 +4,10 @@
     python scripts/bench_step.py --sizes 50m --peer-python ~/peer/bin/python --json step.json
 
 The in-memory side is one jitted step with donated state: one remat per block, bf16 weights, fp32 master, optax AdamW,
-clipping by the global norm. Each variant runs in a process of its own and takes turns with the in-memory one (and with
-DeepSpeed); a ratio is that of the medians of one run. Beside each step time stand its floors, measured in the same run:
+clipping by the global norm. Streamed units compute all of themselves again in backward as well, unless
+`--remat-policy` says what to keep; `--memory-remat-policy` says it for the other side. Each variant runs in a process
+of its own and takes turns with the in-memory one (and with DeepSpeed); a ratio is that of the medians of one run.
+Beside each step time stand its floors, measured in the same run:
 
   compute    forward and backward alone, everything resident (the in-memory program without its update)
   host work  the fused update of as many parameters in DRAM alone, and the norm of their gradients
@@ -48,6 +50,7 @@ from _bench import (
 from _bench_report import bytes_table, rates_lines, steps_table, time_table
 from rich.console import Console
 
+POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, 16-bit remainder of the master, two fp32 moments
 BUDGETED_FROM = 300_000_000  # parameters; the embedding and the head of smaller models are a fifth of them already
 PEER_BESIDE = "nvme"  # DeepSpeed keeps gradients in DRAM, so this is the variant like it
@@ -97,7 +100,11 @@ def trainer_config(
         "gradient_clipping": CLIPPING[clipping],
         "gradient_accumulation_steps": num_micro_batches,
         "placement": variant.placement,
-        "streaming": {"durability": args.durability, "update_overlap": args.update_overlap},
+        "streaming": {
+            "durability": args.durability,
+            "update_overlap": args.update_overlap,
+            "remat_policy": args.remat_policy,
+        },
     }
     host_fraction = args.host_fraction
     if host_fraction is None and size.num_params > BUDGETED_FROM:
@@ -171,6 +178,7 @@ class Bench:
     def one_setting(self, size: ModelSize, num_micro_batches: int) -> None:
         """All variants of one size and number of micro-batches, and the floors."""
         spec = {"size": size.name, "num_micro_batches": num_micro_batches}
+        spec |= {"remat_policy": self._args.remat_policy, "memory_remat_policy": self._args.memory_remat_policy}
         rows: list[dict[str, Any]] = []
         with self.worker("in_memory", "in memory", **spec) as memory:
             with self.peer(size, num_micro_batches) as peers:
@@ -186,7 +194,8 @@ class Bench:
         with self.guard(f"{size.name} x{num_micro_batches} floors"):
             floors = self.floors(size, spec, Series(compute["times_s"]).median_s)
             for row in rows:
-                row["floors"] = floors | io_floor(row.get("plan"), floors) | schedule_floor(row, floors)
+                row["floors"] = floors | io_floor(row.get("plan"), floors)
+                row["floors"] |= schedule_floor(row, floors, FORWARD_SHARES.get(self._args.remat_policy, 1 / 3))
                 if "beside_io_s" in row:
                     row["floors"]["at_once_s"] = row["beside_io_s"] + floors["host_work_s"]
         self.rows += rows
@@ -262,13 +271,15 @@ def io_floor(plan: Reply | None, floors: dict[str, Any]) -> dict[str, float]:
     return {"io_s": (2 * both / mixed_gbps + alone_s) / 1e9}
 
 
-FORWARD_SHARE = 0.25  # of the compute: backward computes the forward again, and two products for each of its
+# Of the compute: backward has two products for each of the forward's, and computes the forward again or not.
+FORWARD_SHARES = {"nothing_saveable": 1 / 4}
 
 
-def schedule_floor(row: dict[str, Any], floors: dict[str, Any]) -> dict[str, float]:
+def schedule_floor(row: dict[str, Any], floors: dict[str, Any], forward: float) -> dict[str, float]:
     """Seconds of the schedule itself: per phase, the longer of compute with the host work on the same cores, and I/O.
 
-    The update runs beside backward where nothing is clipped, else beside the next forward.
+    The update runs beside backward where nothing is clipped, else beside the next forward, whose share of the compute
+    is `forward`.
     """
     plan, disk = row.get("plan"), floors["disk"]
     if plan is None:
@@ -284,7 +295,7 @@ def schedule_floor(row: dict[str, Any], floors: dict[str, Any]) -> dict[str, flo
     }
     beside = "backward" if row["clips"] == "never" else "forward"
     phases[beside] = {kind: phases[beside][kind] + update[kind] for kind in update}
-    compute_s = {"forward": FORWARD_SHARE * floors["compute_s"], "backward": (1 - FORWARD_SHARE) * floors["compute_s"]}
+    compute_s = {"forward": forward * floors["compute_s"], "backward": (1 - forward) * floors["compute_s"]}
     update_s = floors["host"]["update_s_per_param"] * row["num_params"]
     compute_s[beside] += update_s
     compute_s["backward"] += floors["host_work_s"] - update_s
@@ -320,6 +331,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--durability", default="step", help="step, every_N or off (step)")
     parser.add_argument("--update-overlap", default="auto", help="none, backward, next_forward or auto (auto)")
+    parser.add_argument("--remat-policy", default=POLICIES[0], choices=POLICIES, help="of the streamed runs")
+    parser.add_argument("--memory-remat-policy", default=POLICIES[0], choices=POLICIES, help="of the in-memory one")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (3)")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn (3)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn (2)")

@@ -32,7 +32,7 @@ def stack(
         pages.append(page("head", elements))
     reads = [0, *range(1, num_layers + 1), head]
     units = tuple(
-        UnitShape(f"unit_{i}", (p,), (p,), (i,), (i + 1,), value_bytes, 2 * value_bytes, 10**9)
+        UnitShape(f"unit_{i}", (p,), (p,), (i,), (i + 1,), (), value_bytes, 2 * value_bytes, 10**9, 3 * 10**9)
         for i, p in enumerate(reads)
     )
     return StepShape(
@@ -47,7 +47,7 @@ def steps(draw: st.DrawFn) -> StepShape:
     """Any order of reads, pages of any size, several groups, units that read values of long ago."""
     sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=7))
     pages = tuple(page(f"page_{i}", n * PAGE, trained=draw(st.integers(0, 5)) > 0) for i, n in enumerate(sizes))
-    num_units = draw(st.integers(1, 9))
+    num_units, turn = draw(st.integers(1, 9)), draw(st.booleans())
     lowest = draw(st.integers(0, num_units - 1))
     some_pages = st.lists(st.integers(0, len(pages) - 1), min_size=1, max_size=3, unique=True).map(tuple)
     units = []
@@ -55,14 +55,17 @@ def steps(draw: st.DrawFn) -> StepShape:
         reads = draw(some_pages)
         inputs = tuple(sorted({i, draw(st.integers(0, i))}))
         trained = tuple(p for p in reads if pages[p].gradient_bytes) if i >= lowest else ()
+        saves = lowest <= i < num_units - turn and draw(st.booleans())  # a value of its own for backward
+        saved = (num_units + 1 + i,) if saves else ()
         units.append(
-            UnitShape(f"unit_{i}", reads, trained, inputs, (i + 1,), draw(st.integers(0, 9)) * 100,
-                      draw(st.integers(0, 9)) * 100, 1000)
+            UnitShape(f"unit_{i}", reads, trained, inputs, (i + 1, *saved), saved, draw(st.integers(0, 9)) * 100,
+                      draw(st.integers(0, 9)) * 100, 1000, 2000)
         )  # fmt: skip
     return StepShape(
         pages=pages, units=tuple(units), backward=tuple(range(num_units - 1, lowest - 1, -1)),
-        value_bytes=tuple(draw(st.integers(1, 3 * PAGE)) for _ in range(num_units + 1)), outer_values=frozenset({0}),
-        kept_values=frozenset({num_units}), turn=draw(st.booleans()),
+        value_bytes=tuple(draw(st.integers(1, 3 * PAGE)) for _ in range(2 * num_units + 1)),
+        outer_values=frozenset({0}),
+        kept_values=frozenset({num_units}), turn=turn,
         group_sizes=tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))),
     )  # fmt: skip
 

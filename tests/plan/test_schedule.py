@@ -111,11 +111,12 @@ def test_a_gradient_has_a_frame_from_its_first_contribution_until_it_is_written(
 def test_lives_of_values(shape):
     positions = sch.positions_of(shape)
     lives = sch.value_lives(shape, positions)
-    assert len(lives) == len({(x.value, x.group) for x in lives}) == len(shape.units) * len(shape.group_sizes)
+    made = sum(len(unit.outputs) for unit in shape.units)
+    assert len(lives) == len({(x.value, x.group) for x in lives}) == made * len(shape.group_sizes)
     for life in lives:
-        reads = [p for p in positions if p.group == life.group and life.value in shape.units[p.unit].inputs]
-        forward = [p.index for p in reads if p.phase is Phase.FORWARD]
-        backward = [p.index for p in reads if p.phase is not Phase.FORWARD]
+        group = [(p, shape.units[p.unit]) for p in positions if p.group == life.group]
+        forward = [p.index for p, unit in group if p.phase is Phase.FORWARD and life.value in unit.inputs]
+        backward = [p.index for p, u in group if p.phase is not Phase.FORWARD and life.value in (*u.inputs, *u.saved)]
         assert life.last_forward == max([life.made, *forward])
         assert (life.first_backward, life.last_backward) == ((min(backward), max(backward)) if backward else (-1, -1))
         assert life.is_residual == bool(backward)

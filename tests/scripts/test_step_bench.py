@@ -149,9 +149,11 @@ def test_the_schedules_floor_pairs_compute_with_io_per_phase():
     floors = {"compute_s": 40.0, "host_work_s": 3.0, "host": {"update_s_per_param": 2.0}, "disk": disk}
     row = {"plan": plan, "num_params": 1, "clips": "always"}
     # forward: 10 + 2 of compute, or 12 read and 12 written; backward: 30 + 1 of compute, or 2 read.
-    assert bench_step.schedule_floor(row, floors) == {"schedule_s": pytest.approx(12 + 31)}
+    assert bench_step.schedule_floor(row, floors, 0.25) == {"schedule_s": pytest.approx(12 + 31)}
+    # With another share of the forward.
+    assert bench_step.schedule_floor(row, floors, 0.5) == {"schedule_s": pytest.approx(22 + 21)}
     # never clips: the update is beside backward.
-    assert bench_step.schedule_floor(row | {"clips": "never"}, floors) == {"schedule_s": pytest.approx(10 + 33)}
+    assert bench_step.schedule_floor(row | {"clips": "never"}, floors, 0.25) == {"schedule_s": pytest.approx(10 + 33)}
 
 
 def test_host_memory_is_a_fifth_from_350m_up():

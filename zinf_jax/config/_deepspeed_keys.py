@@ -187,8 +187,8 @@ TOP_KEYS = (
     Key("vocabulary_size", "count", None, note="belongs to the model"),
     Key("use_data_before_expert_parallelism", "bool", False, note="set the order of axes in `mesh`"),
     Key("tensorboard", "any", None, to="train.tensorboard (from `enabled`); files go to the run directory"),
-    Key("activation_checkpointing", "any", None, to="placement.residuals: host, if cpu_checkpointing; a unit is always "
-        "recomputed in backward, the rest has no meaning here"),
+    Key("activation_checkpointing", "any", None, to="placement.residuals: host, if cpu_checkpointing; what is "
+        "recomputed is streaming.remat_policy, the rest has no meaning here"),
     Key("flops_profiler", "any", None, note="`zinf plan` prints each unit's FLOPs"),
     Key("comms_logger", "any", None, note=_STATS),
     Key("csv_monitor", "any", None, note="metrics are in metrics.jsonl and TensorBoard files in the run directory"),

@@ -98,7 +98,10 @@ class Translation:
             if checkpointing.get("cpu_checkpointing") is True:
                 self.put("placement.residuals", "host", "activation_checkpointing.cpu_checkpointing")
             for key in sorted(set(checkpointing) - {"cpu_checkpointing"}):
-                self.notes.append(f"activation_checkpointing.{key} has no meaning here: backward recomputes each unit")
+                self.notes.append(
+                    f"activation_checkpointing.{key} has no meaning here: backward computes each unit again, "
+                    "but for what streaming.remat_policy keeps"
+                )
 
     def _legacy_clipping(self) -> None:
         params = self._get("optimizer.params")

@@ -86,7 +86,7 @@ def _values(path: str, annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(str(value) for value in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
-        return "text or list"
+        return "list of names" if path.endswith("_policy") else "text or list"
     if annotation is int and (path.endswith(("_bytes", "_memory", "_cache")) or path == "aio.block_size"):
         return "bytes"
     if typing.get_origin(annotation) is dict:

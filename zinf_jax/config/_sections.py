@@ -82,6 +82,9 @@ class Partitioning(Section):
         return int(value) if isinstance(value, float) and value == int(value) else value
 
 
+RematPolicy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
+
+
 class Streaming(Section):
     """How state moves. None of these changes a result; they trade memory for overlap."""
 
@@ -106,6 +109,11 @@ class Streaming(Section):
     micro_batches_per_group: Positive | None = None
     """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
     order of gradient sums depends on it, so the plan never changes it to save memory."""
+    remat_policy: RematPolicy | tuple[str, ...] = "nothing_saveable"
+    """What backward does not compute again: a policy of `jax.checkpoint_policies` (dots_saveable keeps the results of
+    matrix products), or a list of names given with `jax.ad_checkpoint.checkpoint_name`. What is kept is a residual, in
+    device memory unless `placement.residuals` is host or nvme: bytes kept per unit x units x micro-batches of a group.
+    Part of the computation: other programs round differently."""
     update_overlap: Literal["none", "backward", "next_forward"] | None = None
     """When the update runs. none: after backward. next_forward: a page's just before the next forward needs it, beside
     its compute. backward: as soon as a page's gradient is complete, and again where the norm then says to clip (needs

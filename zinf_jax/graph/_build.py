@@ -5,7 +5,7 @@ and going. Closed-over arrays become operands; so do literals in which equal uni
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -153,7 +153,7 @@ class Builder:
     def _program(self, draft: _Draft, varying: list[_Spot]) -> Program:
         spots = [draft.literals[spot] for spot in varying]
         code = _Code(draft, varying)
-        backward = code.backward if any(draft.diff_pieces) or any(draft.diff_inputs) else None
+        differentiable = any(draft.diff_pieces) or any(draft.diff_inputs)
         return Program(
             index=len(self.programs),
             piece_avals=tuple(_jaxpr.struct_of(var) for var in draft.pieces),
@@ -164,13 +164,15 @@ class Builder:
             diff_inputs=draft.diff_inputs,
             diff_outputs=draft.diff_outputs,
             forward=code.forward,
-            backward=backward,
+            backward=code.backward if differentiable else None,
+            pull=code.pull if differentiable else None,
         )
 
     def _unit(self, index: int, draft: _Draft, program: int, varying: list[_Spot]) -> Unit:
         consts = [self._operand(self._linear.consts[var], var) for var in draft.consts]
         literals = [self._operand(draft.literals[spot].val, draft.literals[spot]) for spot in varying]
         pieces = tuple(self._piece_of[var] for var in draft.pieces)
+        flops = sum(flops_of(eqn) for eqn in draft.eqns)
         return Unit(
             index=index,
             name=unit_name(self._leaves, pieces, index),
@@ -179,7 +181,8 @@ class Builder:
             inputs=tuple(self.value_id(var) for var in draft.inputs),
             operands=(*consts, *literals),
             outputs=tuple(self.value_id(var) for var in draft.outputs),
-            flops=sum(flops_of(eqn) for eqn in draft.eqns),
+            flops=flops,
+            backward_flops=3 * flops if any(draft.diff_outputs) else 0,  # the forward again, and two products for each
         )
 
     def _operand(self, value: Any, atom: Atom) -> int:
@@ -201,30 +204,48 @@ class _Code:
         self._operands: list[Var] = [*draft.consts, *(self._eqns[row].invars[column] for row, column in varying)]
         wanted = {var for var, diff in zip(draft.outputs, draft.diff_outputs, strict=True) if diff}
         self._wanted = [var for var in draft.outputs if var in wanted]
-        self._diff_eqns = _needed(self._eqns, wanted)
+        by_piece = [var for var, diff in zip(draft.pieces, draft.diff_pieces, strict=True) if diff]
+        by_input = [var for var, diff in zip(draft.inputs, draft.diff_inputs, strict=True) if diff]
+        self._by, self._num_by_piece = (*by_piece, *by_input), len(by_piece)
+        self._diff_eqns = _jaxpr.needed(self._eqns, wanted)  # side effects happen in forward only
 
     def forward(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         env = self._bound(pieces, inputs, operands)
-        _run(self._eqns, env)
+        _jaxpr.run(self._eqns, env)
         return [env[var] for var in self._draft.outputs]
 
-    def backward(
-        self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any], cotangents: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        draft = self._draft
+    def pull(
+        self,
+        pieces: Sequence[Any],
+        inputs: Sequence[Any],
+        operands: Sequence[Any],
+        policy: Callable[..., Any] | None = None,
+    ) -> tuple[list[Any], Callable[..., Any]]:
         env = self._bound(pieces, inputs, operands)
-        by_piece = [var for var, diff in zip(draft.pieces, draft.diff_pieces, strict=True) if diff]
-        by_input = [var for var, diff in zip(draft.inputs, draft.diff_inputs, strict=True) if diff]
 
         def run(*chosen: Any) -> list[Any]:
             inner = dict(env)
-            inner.update(zip((*by_piece, *by_input), chosen, strict=True))
-            _run(self._diff_eqns, inner)
+            inner.update(zip(self._by, chosen, strict=True))
+            _jaxpr.run(self._diff_eqns, inner)
             return [inner[var] for var in self._wanted]
 
-        _, pull = jax.vjp(run, *(env[var] for var in (*by_piece, *by_input)))
+        if policy is not None:  # forward and backward are programs of their own: nothing to keep apart
+            run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+        outputs, pull = jax.vjp(run, *(env[var] for var in self._by))
+        return outputs, pull
+
+    def backward(
+        self,
+        pieces: Sequence[Any],
+        inputs: Sequence[Any],
+        operands: Sequence[Any],
+        saved: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        assert not saved, "everything is computed again"
+        _, pull = self.pull(pieces, inputs, operands)
         gradients = pull(list(cotangents))
-        return list(gradients[: len(by_piece)]), list(gradients[len(by_piece) :])
+        return list(gradients[: self._num_by_piece]), list(gradients[self._num_by_piece :])
 
     def _bound(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> dict[Var, Any]:
         arguments = (*self._draft.pieces, *self._draft.inputs, *self._operands)
@@ -239,19 +260,3 @@ def _with_operands(eqns: Sequence[Eqn], varying: Sequence[_Spot]) -> list[Eqn]:
         invars[column] = _jaxpr.fresh_like(invars[column])
         changed[row] = _jaxpr.with_atoms(changed[row], invars, changed[row].outvars)
     return changed
-
-
-def _needed(eqns: Sequence[Eqn], wanted: set[Var]) -> list[Eqn]:
-    """What the wanted variables need: side effects happen in forward only."""
-    needed, kept = set(wanted), []
-    for eqn in reversed(eqns):
-        if any(var in needed for var in eqn.outvars):
-            needed.update(atom for atom in eqn.invars if not _jaxpr.is_literal(atom))
-            kept.append(eqn)
-    return kept[::-1]
-
-
-def _run(eqns: Sequence[Eqn], env: dict[Var, Any]) -> None:
-    for eqn in eqns:
-        values = [atom.val if _jaxpr.is_literal(atom) else env[atom] for atom in eqn.invars]
-        env.update(zip(eqn.outvars, _jaxpr.bind(eqn, values), strict=True))

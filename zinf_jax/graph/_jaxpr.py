@@ -272,14 +272,38 @@ def bind(eqn: Eqn, values: Sequence[Any], **changes: Any) -> list[Any]:
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
+def value_of(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def run(eqns: Sequence[Eqn], env: dict[Var, Any]) -> None:
+    """Runs (or traces) equations: `env` holds what they read, and gets what they make."""
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, bind(eqn, [value_of(env, atom) for atom in eqn.invars]), strict=True))
+
+
 def evaluate(block: Block, *args: Any) -> list[Any]:
     """Evaluates a block on arrays or tracers."""
     env: dict[Var, Any] = dict(block.consts)
     env.update(zip(block.invars, args, strict=True))
+    run(block.eqns, env)
+    return [value_of(env, atom) for atom in block.outvars]
 
-    def read(atom: Atom) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
 
-    for eqn in block.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in block.outvars]
+def needed(eqns: Sequence[Eqn], wanted: Iterable[Atom], *, effects: bool = False) -> list[Eqn]:
+    """The equations that the wanted variables need, and with `effects` those that have any."""
+    found, kept = {atom for atom in wanted if not is_literal(atom)}, []
+    for eqn in reversed(eqns):
+        if any(var in found for var in eqn.outvars) or (effects and eqn.effects):
+            found.update(atom for atom in eqn.invars if not is_literal(atom))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def dependents(eqns: Sequence[Eqn], sources: Iterable[Var]) -> set[Var]:
+    """The sources, and the variables whose value depends on one of them."""
+    found = set(sources)
+    for eqn in eqns:
+        if any(atom in found for atom in eqn.invars if not is_literal(atom)):
+            found.update(eqn.outvars)
+    return found

@@ -44,7 +44,9 @@ def grad_units(
         unit = graph.units[index]
         program = graph.programs[unit.program]
         received = [cotangents[v] for v, diff in zip(unit.outputs, program.diff_outputs, strict=True) if diff]
-        by_piece, by_input = run(program.backward)(*_arguments(graph, unit, pieces, values), received)
+        by_piece, by_input = run(program.backward)(
+            *_arguments(graph, unit, pieces, values), [values[v] for v in unit.saved], received
+        )
         _add(gradients, _chosen(unit.pieces, program.diff_pieces), by_piece)
         _add(cotangents, _chosen(unit.inputs, program.diff_inputs), by_input)
     return jax.tree.unflatten(graph.out_tree, [values[i] for i in graph.results]), gradients

@@ -33,9 +33,11 @@ class Program:
       diff_inputs: Which inputs get a cotangent.
       diff_outputs: Which outputs receive a cotangent. An output without one stays without: never a dense zero.
       forward: (pieces, inputs, operands) -> outputs.
-      backward: (pieces, inputs, operands, cotangents of the outputs in `diff_outputs`)
+      backward: (pieces, inputs, operands, saved, cotangents of the outputs in `diff_outputs`)
         -> (gradients of the pieces in `diff_pieces`, cotangents of the inputs in `diff_inputs`).
-        Recomputes the unit's forward. None where nothing is differentiated.
+        Computes again what of the unit's forward is not in `saved`. None where nothing is differentiated.
+      pull: (pieces, inputs, operands, `jax.checkpoint` policy) -> (the outputs in `diff_outputs`, their vector-Jacobian
+        product): what `backward` is made of. None where nothing is differentiated, or it is made already.
     """
 
     index: int
@@ -48,6 +50,7 @@ class Program:
     diff_outputs: tuple[bool, ...]
     forward: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]] = dataclasses.field(repr=False)
     backward: Callable[..., tuple[list[Any], list[Any]]] | None = dataclasses.field(repr=False)
+    pull: Callable[..., tuple[list[Any], Callable[..., Any]]] | None = dataclasses.field(repr=False)
 
     @property
     def differentiable(self) -> bool:
@@ -66,7 +69,9 @@ class Unit:
       inputs: Values that it reads.
       operands: Indices into `UnitGraph.operands`: constants, and literals in which equal units differ.
       outputs: Values that it makes.
-      flops: Estimated FLOPs of the forward pass (dot_general and conv equations).
+      saved: Those of its outputs that its own backward reads: nobody else has to.
+      flops, backward_flops: Estimated FLOPs of the two programs (matrix products and convolutions), what backward
+        computes again included.
     """
 
     index: int
@@ -76,7 +81,9 @@ class Unit:
     inputs: tuple[ValueId, ...]
     operands: tuple[int, ...]
     outputs: tuple[ValueId, ...]
+    saved: tuple[ValueId, ...] = ()
     flops: int = 0
+    backward_flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

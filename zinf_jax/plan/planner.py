@@ -12,11 +12,8 @@ from zinf_jax.plan import schedule
 from zinf_jax.plan.placement import BYTES_OF, PageTiers, PlacementOptions, floor_tiers, promote
 from zinf_jax.plan.plan import BudgetItem, Chunk, Plan, Prediction, Span
 from zinf_jax.plan.schedule import FRAME_ALIGN, Phase, Residency
-from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
+from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier, UnitShape
 from zinf_jax.units import ceil_to, format_bytes
-
-# Forward passes that a position costs: a backward recomputes the forward and takes two more.
-_PASSES = {Phase.FORWARD: 1, Phase.TURN: 3, Phase.BACKWARD: 4}
 
 CHUNK_ELEMENTS = 4096  # chunks hold a multiple of it, so that each vector in a record is sector-aligned
 
@@ -288,9 +285,7 @@ class _Builder:
                 moved -= (tier.weights is Tier.NVME) * page.weights_bytes
             update_read += moved
             touched += 2 * page.weights_bytes + 2 * page.record_bytes + page.gradient_bytes
-        flops = sum(
-            self.shape.units[p.unit].flops * self.shape.group_sizes[p.group] * _PASSES[p.phase] for p in self.positions
-        )
+        flops = sum(_flops(self.shape.units[p.unit], p.phase) * self.shape.group_sizes[p.group] for p in self.positions)
         hardware = self.hardware
         return Prediction(
             read_bytes=read + update_read + residuals // 2,
@@ -304,6 +299,11 @@ class _Builder:
             update_read_bytes=update_read,
             update_write_bytes=update_write,
         )
+
+
+def _flops(unit: UnitShape, phase: Phase) -> int:
+    """The turn has what backward would compute again from its own forward."""
+    return {Phase.FORWARD: unit.flops, Phase.BACKWARD: unit.backward_flops, Phase.TURN: 3 * unit.flops}[phase]
 
 
 def _seconds(num_bytes: int, gbps: float | None) -> float | None:
@@ -331,6 +331,8 @@ def _check(plan: Plan, hardware: Hardware, options: StreamOptions, placement: Pl
         advice_text = "use smaller micro-batches, a smaller max_unit_bytes"
         if placement.residuals is not Tier.NVME:
             advice_text += ", or put residuals on host or nvme"
+        if any(unit.saved for unit in plan.shape.units):
+            advice_text += ", or keep less for backward (remat_policy)"
         problems.append(
             f"needs {format_bytes(plan.device_bytes)} of device memory, device_memory is "
             f"{format_bytes(hardware.device_memory)}: {advice_text}"

@@ -199,7 +199,7 @@ def value_lives(shape: StepShape, positions: Sequence[Position]) -> tuple[ValueL
         if position.phase is not Phase.BACKWARD:
             for value in unit.outputs:
                 lives[(value, position.group)] = [position.index, position.index, -1, -1]
-        for value in unit.inputs:
+        for value in unit.inputs if position.phase is Phase.FORWARD else (*unit.inputs, *unit.saved):
             life = lives.get((value, position.group))
             if life is None:
                 continue  # an outer input
@@ -298,6 +298,7 @@ def device_peak(
     """
     hold = options.max_in_flight
     load = [sum(shape.value_bytes[v] for v in shape.outer_values) * shape.num_micro_batches] * (len(positions) + hold)
+    inputs = {value for unit in shape.units for value in unit.inputs}
     for life in lives:
         micros = shape.group_sizes[life.group]
         num_bytes = shape.value_bytes[life.value] * micros
@@ -310,7 +311,7 @@ def device_peak(
             _add(load, life.first_backward, life.last_backward + hold, num_bytes)
         else:
             _add(load, life.made, life.last_backward + hold, num_bytes)
-        if life.is_residual:  # its cotangent lives from its first reader's backward to its maker's
+        if life.is_residual and life.value in inputs:  # a cotangent, from its first reader's backward to its maker's
             made_back = [
                 p.index for p in positions
                 if p.group == life.group and p.phase is not Phase.FORWARD

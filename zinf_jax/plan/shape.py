@@ -39,8 +39,9 @@ class UnitShape:
       pages: What it reads.
       gradient_pages: Pages to whose gradient it contributes.
       inputs, outputs: Value ids.
-      forward_bytes, backward_bytes: Device bytes of the program's outputs.
-      flops: Of the forward pass, one micro-batch.
+      saved: Those of `outputs` that its backward reads, instead of computing them again.
+      forward_bytes, backward_bytes: Device bytes of the program's outputs, without those in `saved`.
+      flops, backward_flops: Of the two programs, one micro-batch.
       forward_temp_bytes, backward_temp_bytes: What it needs while it runs. Programs run one after the other, so only
         one program's temporaries are there at a time, whatever is in flight.
     """
@@ -50,9 +51,11 @@ class UnitShape:
     gradient_pages: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    saved: tuple[int, ...]
     forward_bytes: int
     backward_bytes: int
     flops: int
+    backward_flops: int
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
 

@@ -14,6 +14,7 @@ Guarantees:
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from zinf_jax.plan import Phase, Plan, Position
 from zinf_jax.stream.gradients import GradientCollector
 from zinf_jax.stream.overlap import OverlappedUpdates
 from zinf_jax.stream.pager import Pager
-from zinf_jax.stream.programs import Executable, UnitExecutables
+from zinf_jax.stream.programs import UnitExecutables
 from zinf_jax.stream.residuals import ResidualStore
 from zinf_jax.stream.stats import Counters
 from zinf_jax.stream.trace import Lane
@@ -50,7 +51,8 @@ class _InFlight:
     """A dispatched program: what to wait for, and what to do then."""
 
     outputs: Any
-    program: Executable
+    output_bytes: int
+    temp_bytes: int
     retire: Callable[[], None]
     name: str = ""
 
@@ -205,8 +207,8 @@ class Executor:
     def _note_memory(self) -> None:
         """Device bytes now: the arrays that are held, and what the programs in flight need beside them."""
         held = [*self._values.values(), *self._cotangents.values(), *jax.tree.leaves(list(self._totals.values()))]
-        num_bytes = sum(_device_bytes(x) for x in held) + sum(p.program.output_bytes for p in self._in_flight)
-        num_bytes += max((p.program.temp_bytes for p in self._in_flight), default=0)  # they run one after the other
+        num_bytes = sum(_device_bytes(x) for x in held) + sum(p.output_bytes for p in self._in_flight)
+        num_bytes += max((p.temp_bytes for p in self._in_flight), default=0)  # they run one after the other
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, num_bytes)
 
     def _release(self, position: int) -> None:
@@ -236,10 +238,9 @@ class Executor:
         with self._counters.timed("device_wait_s", program=name):
             jax.block_until_ready(arrays)
 
-    def _inputs(self, position: Position, micro: int) -> list[Any]:
-        unit = self._graph.units[position.unit]
+    def _arrays(self, values: Sequence[ValueId], micro: int) -> list[Any]:
         arrays = []
-        for value in unit.inputs:
+        for value in values:
             key = (value, micro)
             if key not in self._values and self._residuals is not None and self._residuals.spills(value):
                 self._values[key] = self._residuals.get(value, micro)
@@ -255,27 +256,30 @@ class Executor:
     def _forward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
         unit = self._graph.units[position.unit]
         operands = [self._operands[i] for i in unit.operands]
-        outputs = executables.forward.call(pages, self._inputs(position, micro), operands)
+        outputs = executables.forward.call(pages, self._arrays(unit.inputs, micro), operands)
         self._keep(unit.outputs, micro, outputs)
-        self._in_flight.append(_InFlight(outputs, executables.forward, lambda: self._retire(position, micro)))
+        size = self._plan.shape.units[position.unit]
+        retire = functools.partial(self._retire, position, micro)
+        self._in_flight.append(_InFlight(outputs, size.forward_bytes, size.forward_temp_bytes, retire))
 
     def _backward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
         unit = self._graph.units[position.unit]
         program = self._graph.programs[unit.program]
         operands = [self._operands[i] for i in unit.operands]
-        inputs = self._inputs(position, micro)
+        inputs = self._arrays(unit.inputs, micro)
         if position.phase is Phase.TURN:
             assert executables.turn is not None
             outputs, rows, back = executables.turn.call(pages, inputs, operands, self._loss_scale)
             self._keep(unit.outputs, micro, outputs)
         else:
             assert executables.backward is not None
+            saved = self._arrays(unit.saved, micro)
             cotangents = [
                 self._take_cotangent(value, micro)
                 for value, diff in zip(unit.outputs, program.diff_outputs, strict=True)
                 if diff
             ]
-            rows, back = executables.backward.call(pages, inputs, operands, cotangents)
+            rows, back = executables.backward.call(pages, inputs, operands, saved, cotangents)
         targets = [value for value, diff in zip(unit.inputs, program.diff_inputs, strict=True) if diff]
         for value, cotangent in zip(targets, back, strict=True):
             key = (value, micro)
@@ -291,13 +295,9 @@ class Executor:
         if last and not self._pager.aliases:
             for array in waits[0]:
                 array.copy_to_host_async()  # on its own stream, while the next unit computes
-        self._in_flight.append(
-            _InFlight(
-                waits,
-                executables.turn or executables.backward or executables.forward,
-                lambda: self._retire(position, micro, waits[0] if last and rows else ()),
-            )
-        )
+        size = self._plan.shape.units[position.unit]
+        retire = functools.partial(self._retire, position, micro, waits[0] if last and rows else ())
+        self._in_flight.append(_InFlight(waits, size.backward_bytes, size.backward_temp_bytes, retire))
 
     def _take_cotangent(self, value: ValueId, micro: int) -> Any:
         if value == self._graph.loss and (value, micro) not in self._cotangents:

@@ -120,7 +120,7 @@ class UnitExecutables:
     Attributes:
       binding: Its pages.
       forward: (pages, inputs, operands) -> outputs.
-      backward: (pages, inputs, operands, cotangents) -> (gradient rows, input cotangents). None where nothing is
+      backward: (pages, inputs, operands, saved, cotangents) -> (gradient rows, input cotangents). None where nothing is
         differentiated, or where `turn` does it.
       turn: (pages, inputs, operands, seed) -> (outputs, gradient rows, input cotangents).
     """
@@ -199,8 +199,9 @@ class UnitCompiler:
             for v, diff in zip(unit.outputs, program.diff_outputs, strict=True)
             if diff
         ]
+        saved = [self._aval(self._graph.values[v], self.value_shardings[v]) for v in unit.saved]
         backward = self._compile(
-            unit, binding, "backward", self._backward(program, binding, unit), (*arguments, cotangents)
+            unit, binding, "backward", self._backward(program, binding, unit), (*arguments, saved, cotangents)
         )
         return UnitExecutables(binding, forward, backward, None)
 
@@ -290,9 +291,9 @@ class UnitCompiler:
     def _backward(self, program: Program, binding: Binding, unit: Unit) -> Callable[..., Any]:
         shardings = self._cotangent_shardings(program, unit)
 
-        def backward(pages: Any, inputs: Any, operands: Any, cotangents: Any) -> Any:
+        def backward(pages: Any, inputs: Any, operands: Any, saved: Any, cotangents: Any) -> Any:
             assert program.backward is not None
-            gradients, back = program.backward(self._pieces(binding, pages), inputs, operands, cotangents)
+            gradients, back = program.backward(self._pieces(binding, pages), inputs, operands, saved, cotangents)
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
             return self._rows(program, binding, gradients), back
 
@@ -307,7 +308,7 @@ class UnitCompiler:
             pieces = self._pieces(binding, pages)
             outputs = program.forward(pieces, inputs, operands)  # shared with backward's recomputation by CSE
             cotangent = seed.astype(outputs[loss_at].dtype)
-            gradients, back = program.backward(pieces, inputs, operands, [cotangent])
+            gradients, back = program.backward(pieces, inputs, operands, [], [cotangent])
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
             return self._fixed(outputs), self._rows(program, binding, gradients), back
 

@@ -119,8 +119,8 @@ class Counters:
         return values
 
 
-def return_freed_memory() -> bool:
-    """Makes glibc give large freed buffers back at once, for the whole process.
+def return_freed_memory(min_bytes: int) -> bool:
+    """Makes glibc give freed buffers of at least `min_bytes` back at once, for the whole process.
 
     By itself it raises its mmap threshold to 32 MiB as buffers of such sizes are freed, and keeps what it gets back: at
     125M parameters the process then held 110 MiB more than was in use. On the CPU backend XLA's temporaries come from
@@ -133,7 +133,7 @@ def return_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 4 << 20) and mallopt(_M_TRIM_THRESHOLD, 16 << 20))
+    return bool(mallopt(_M_MMAP_THRESHOLD, min_bytes) and mallopt(_M_TRIM_THRESHOLD, 16 << 20))
 
 
 def peak_rss_bytes() -> int:

@@ -402,6 +402,7 @@ def build_step(
         group_sizes=group_sizes(traced, batching.num_micro, options.stream.micro_batches_per_group),
         weight_value=traced.parts.weight,
         state_values=tuple(zip(traced.state_inputs, traced.state_results, strict=True)),
+        remat_policy=config.streaming.remat_policy,
         progress=lambda done, total: progress("compile", done, total),
     )  # fmt: skip
     update_bytes = 0 if rule.fused else whole_bytes(rule, leaves)

@@ -1,0 +1,171 @@
+"""Keeps what a policy names from a unit's forward to its backward, instead of computing it again.
+
+A unit's vector-Jacobian product, taken under `jax.checkpoint` with the policy, is a pytree of arrays, and that is where
+a program is cut in two. Arrays that are arguments of the unit are arguments of its backward as well; those that depend
+on parameters alone (their casts) are made again there, so that no policy keeps a copy of the weights; the others become
+outputs of the forward, values like any other to the planner and to what spills them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+
+from zinf_jax.errors import ConfigError
+from zinf_jax.graph import _jaxpr
+from zinf_jax.graph._flops import flops_of
+from zinf_jax.graph.types import Program, UnitGraph
+
+RematPolicy = str | tuple[str, ...]
+"""One of `POLICIES`, or names given with `jax.ad_checkpoint.checkpoint_name`: what has one of them is kept."""
+
+POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
+"""Of `jax.checkpoint_policies`. The first is what units do without this module."""
+
+
+def keep_residuals(graph: UnitGraph, policy: RematPolicy, units: Collection[int]) -> UnitGraph:
+    """The graph, with units whose backward goes on from what the policy keeps.
+
+    Gradients are the same up to rounding: other programs, so other fusions.
+
+    Args:
+      graph: As cut.
+      policy: What is kept.
+      units: Indices of those that change; others, and those without a backward, stay.
+
+    Raises:
+      ConfigError: nothing in these units has one of the names.
+    """
+    if policy == POLICIES[0]:
+        return graph
+    changing = [unit for unit in graph.units if unit.index in units and unit.index in graph.backward]
+    splits = _split(graph, policy, dict.fromkeys(unit.program for unit in changing))
+    numbers = {program: len(graph.programs) + i for i, program in enumerate(splits)}
+    values, changed = list(graph.values), list(graph.units)
+    for unit in changing:
+        split = splits[unit.program]
+        outputs = (*unit.outputs, *range(len(values), len(values) + len(split.made)))
+        values.extend(_jaxpr.struct_of(var) for var in split.made)
+        changed[unit.index] = dataclasses.replace(
+            unit, program=numbers[unit.program], outputs=outputs, saved=tuple(outputs[i] for i in split.saved),
+            backward_flops=split.backward_flops,
+        )  # fmt: skip
+    programs = (*graph.programs, *(splits[program].program(number) for program, number in numbers.items()))
+    return dataclasses.replace(graph, units=tuple(changed), programs=programs, values=tuple(values))
+
+
+def _split(graph: UnitGraph, policy: RematPolicy, programs: Collection[int]) -> dict[int, "_Split"]:
+    if isinstance(policy, str):
+        return {index: _Split(graph.programs[index], getattr(jax.checkpoint_policies, policy)) for index in programs}
+    splits = {
+        index: _Split(graph.programs[index], jax.checkpoint_policies.save_only_these_names(*policy))
+        for index in programs
+    }
+    found = set().union(*(split.names for split in splits.values()))
+    if missing := [name for name in policy if name not in found]:
+        raise ConfigError(
+            f"remat_policy: no value is named {missing[0]!r} in what is recomputed; the names there are "
+            f"{sorted(found) or 'none'}: give some with jax.ad_checkpoint.checkpoint_name, or use one of "
+            f"{', '.join(POLICIES)}"
+        )
+    return splits
+
+
+class _Split:
+    """A program in two.
+
+    Attributes:
+      made: Variables that the forward gives beside the program's outputs.
+      saved: Which of the forward's results, those included, the backward reads.
+      names: What the program's values are called by `checkpoint_name`.
+      backward_flops: Of the backward, what it computes again included.
+    """
+
+    def __init__(self, program: Program, policy: Callable[..., Any]) -> None:
+        self._program = program
+        avals = (list(program.piece_avals), list(program.input_avals), list(program.operand_avals))
+
+        def run(pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+            assert program.pull is not None
+            differentiated, pull = program.pull(pieces, inputs, operands, policy)
+            arrays, self._tree = jax.tree.flatten(pull)
+            chosen = iter(differentiated)
+            outputs = [
+                next(chosen) if diff else x
+                for x, diff in zip(program.forward(pieces, inputs, operands), program.diff_outputs, strict=True)
+            ]
+            return [*outputs, *arrays]
+
+        self._block = _jaxpr.trace(run, *avals).block
+        count = len(program.output_avals)
+        outputs, self._arrays = list(self._block.outvars[:count]), self._block.outvars[count:]
+        first = len(program.piece_avals)
+        inputs = self._block.invars[first : first + len(program.input_avals)]
+        changing = _jaxpr.dependents(self._block.eqns, inputs)
+        kept = [a for a in dict.fromkeys(self._variables()) if a in changing and a not in self._block.invars]
+        self.made = [var for var in kept if var not in outputs]
+        self._results = [*outputs, *self.made]
+        self._kept, self.saved = kept, [self._results.index(var) for var in kept]
+        self._forward = _jaxpr.needed(self._block.eqns, self._results, effects=True)
+        again = set(self._variables()) - set(kept)
+        self._again = _jaxpr.needed(self._block.eqns, again)
+        saved = [_jaxpr.struct_of(var) for var in kept]
+        backward = _jaxpr.trace(self._run_backward, *avals, saved, self._cotangents()).block
+        self.backward_flops = sum(map(flops_of, backward.eqns))
+        self.names = _names(_jaxpr.trace(program.forward, *avals).block)
+
+    def _cotangents(self) -> list[jax.ShapeDtypeStruct]:
+        given = self._program
+        return [aval for aval, diff in zip(given.output_avals, given.diff_outputs, strict=True) if diff]
+
+    def _variables(self) -> list[Any]:
+        return [atom for atom in self._arrays if not _jaxpr.is_literal(atom)]
+
+    def program(self, index: int) -> Program:
+        given = self._program
+        return dataclasses.replace(
+            given,
+            index=index,
+            output_avals=(*given.output_avals, *(_jaxpr.struct_of(var) for var in self.made)),
+            diff_outputs=(*given.diff_outputs, *(False for _ in self.made)),
+            forward=self._run_forward,
+            backward=self._run_backward,
+            pull=None,
+        )
+
+    def _run_forward(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        env = self._bound(pieces, inputs, operands)
+        _jaxpr.run(self._forward, env)
+        return [_jaxpr.value_of(env, atom) for atom in self._results]
+
+    def _run_backward(
+        self,
+        pieces: Sequence[Any],
+        inputs: Sequence[Any],
+        operands: Sequence[Any],
+        saved: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        env = self._bound(pieces, inputs, operands)
+        env.update(zip(self._kept, saved, strict=True))
+        _jaxpr.run(self._again, env)
+        pull = jax.tree.unflatten(self._tree, [_jaxpr.value_of(env, atom) for atom in self._arrays])
+        gradients = pull(list(cotangents))
+        by_piece = sum(self._program.diff_pieces)
+        return list(gradients[:by_piece]), list(gradients[by_piece:])
+
+    def _bound(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> dict[Any, Any]:
+        env = dict(self._block.consts)
+        env.update(zip(self._block.invars, (*pieces, *inputs, *operands), strict=True))
+        return env
+
+
+def _names(block: _jaxpr.Block) -> set[str]:
+    found = set()
+    for eqn in block.eqns:
+        if eqn.primitive.name == "name":
+            found.add(eqn.params["name"])
+        for inner in _jaxpr.inner_jaxprs(eqn.params):
+            found |= _names(_jaxpr.open_block(inner))
+    return found
