@@ -46,7 +46,8 @@ def test_gradients_are_those_of_computing_again(name, policy):
     for leaf in leaves:
         if leaf.kind is LeafKind.TRAINABLE:
             first, second = leaf_gradient(graph, gradients, leaf), leaf_gradient(kept, again, leaf)
-            error, limit = np.linalg.norm(first - second), model.rtol * np.linalg.norm(first) + 1e-6 * whole
+            # Against the whole as well: some gradients are sums that cancel (a contrastive loss's temperature).
+            error, limit = np.linalg.norm(first - second), model.rtol * np.linalg.norm(first) + 3e-5 * whole
             assert error <= limit, f"{leaf.name}: off by {error}, limit {limit}"
     assert len(kept.programs) <= 2 * len(graph.programs), "equal units still share programs"
 
