@@ -207,7 +207,12 @@ class _Code:
         by_piece = [var for var, diff in zip(draft.pieces, draft.diff_pieces, strict=True) if diff]
         by_input = [var for var, diff in zip(draft.inputs, draft.diff_inputs, strict=True) if diff]
         self._by, self._num_by_piece = (*by_piece, *by_input), len(by_piece)
-        self._diff_eqns = _jaxpr.needed(self._eqns, wanted)  # side effects happen in forward only
+        self._diff_eqns = _jaxpr.needed(self._eqns, wanted)
+        differentiated = set(map(id, self._diff_eqns))
+        self._rest = [eqn for eqn in self._eqns if id(eqn) not in differentiated]  # side effects are here
+        read = {atom for eqn in self._rest for atom in eqn.invars if not _jaxpr.is_literal(atom)}.union(draft.outputs)
+        made = [var for eqn in self._diff_eqns for var in eqn.outvars]
+        self._shared = [var for var in made if var in read and var not in wanted]
 
     def forward(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         env = self._bound(pieces, inputs, operands)
@@ -221,18 +226,26 @@ class _Code:
         operands: Sequence[Any],
         policy: Callable[..., Any] | None = None,
     ) -> tuple[list[Any], Callable[..., Any]]:
+        """What is differentiated is traced once, for outputs and derivatives: XLA does not see that two are equal."""
         env = self._bound(pieces, inputs, operands)
+        pull = self._differentiate(env, policy)
+        _jaxpr.run(self._rest, env)
+        return [env[var] for var in self._draft.outputs], pull
 
-        def run(*chosen: Any) -> list[Any]:
-            inner = dict(env)
-            inner.update(zip(self._by, chosen, strict=True))
+    def _differentiate(self, env: dict[Var, Any], policy: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Runs the differentiated equations; `env` gets what others need of them."""
+        given = dict(env)
+
+        def run(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            inner = {**given, **dict(zip(self._by, chosen, strict=True))}
             _jaxpr.run(self._diff_eqns, inner)
-            return [inner[var] for var in self._wanted]
+            return [inner[var] for var in self._wanted], [inner[var] for var in self._shared]
 
         if policy is not None:  # forward and backward are programs of their own: nothing to keep apart
             run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-        outputs, pull = jax.vjp(run, *(env[var] for var in self._by))
-        return outputs, pull
+        wanted, pull, shared = jax.vjp(run, *(env[var] for var in self._by), has_aux=True)
+        env.update(zip((*self._wanted, *self._shared), (*wanted, *shared), strict=True))
+        return pull
 
     def backward(
         self,
@@ -243,8 +256,7 @@ class _Code:
         cotangents: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
         assert not saved, "everything is computed again"
-        _, pull = self.pull(pieces, inputs, operands)
-        gradients = pull(list(cotangents))
+        gradients = self._differentiate(self._bound(pieces, inputs, operands))(list(cotangents))
         return list(gradients[: self._num_by_piece]), list(gradients[self._num_by_piece :])
 
     def _bound(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> dict[Var, Any]:

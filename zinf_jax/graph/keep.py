@@ -88,13 +88,8 @@ class _Split:
 
         def run(pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
             assert program.pull is not None
-            differentiated, pull = program.pull(pieces, inputs, operands, policy)
+            outputs, pull = program.pull(pieces, inputs, operands, policy)
             arrays, self._tree = jax.tree.flatten(pull)
-            chosen = iter(differentiated)
-            outputs = [
-                next(chosen) if diff else x
-                for x, diff in zip(program.forward(pieces, inputs, operands), program.diff_outputs, strict=True)
-            ]
             return [*outputs, *arrays]
 
         self._block = _jaxpr.trace(run, *avals).block

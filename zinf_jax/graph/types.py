@@ -36,8 +36,8 @@ class Program:
       backward: (pieces, inputs, operands, saved, cotangents of the outputs in `diff_outputs`)
         -> (gradients of the pieces in `diff_pieces`, cotangents of the inputs in `diff_inputs`).
         Computes again what of the unit's forward is not in `saved`. None where nothing is differentiated.
-      pull: (pieces, inputs, operands, `jax.checkpoint` policy) -> (the outputs in `diff_outputs`, their vector-Jacobian
-        product): what `backward` is made of. None where nothing is differentiated, or it is made already.
+      pull: (pieces, inputs, operands, `jax.checkpoint` policy) -> (outputs, vector-Jacobian product of those in
+        `diff_outputs`): forward and backward in one. None where nothing is differentiated, or they are apart already.
     """
 
     index: int

@@ -302,13 +302,13 @@ class UnitCompiler:
     def _turn(self, program: Program, binding: Binding, unit: Unit) -> Callable[..., Any]:
         shardings = self._cotangent_shardings(program, unit)
         loss_at = unit.outputs.index(self._graph.loss)
+        num_pieces = sum(program.diff_pieces)
 
         def turn(pages: Any, inputs: Any, operands: Any, seed: Any) -> Any:
-            assert program.backward is not None
-            pieces = self._pieces(binding, pages)
-            outputs = program.forward(pieces, inputs, operands)  # shared with backward's recomputation by CSE
-            cotangent = seed.astype(outputs[loss_at].dtype)
-            gradients, back = program.backward(pieces, inputs, operands, [], [cotangent])
+            assert program.pull is not None
+            outputs, pull = program.pull(self._pieces(binding, pages), inputs, operands)
+            found = pull([seed.astype(outputs[loss_at].dtype)])
+            gradients, back = found[:num_pieces], found[num_pieces:]
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
             return self._fixed(outputs), self._rows(program, binding, gradients), back
 
