@@ -6,6 +6,7 @@
     */.abandoned-step_N-XXXXXX/     a checkpoint of a later step than the run went back to
     RUN_DIR/.generate-XXXXXXXX/     the copy that a text was generated from
     RUN_DIR/commits/*.log.tmp       a journal that was being compacted
+    RUN_DIR/commits.damaged-N/      a log that was set aside when the run went on from a retained step
     */.aio_probe_PID_*, .zinf-probe-*    files that tried a drive
 
 Guarantees: only names that this package makes are ever listed or removed; nothing whose owner lives (it is asked
@@ -35,6 +36,7 @@ _UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 _ABANDONED = re.compile(r"\.abandoned-step_\d+-[0-9a-f]{6}")
 _GENERATE = re.compile(r"\.generate-[a-z0-9_]{8}")
 _JOURNAL = re.compile(r"(commits|prepare-\d+)\.log\.tmp")
+_DAMAGED = re.compile(COMMITS + r"\.damaged-\d+")
 _PROBE = re.compile(r"\.aio_probe_(\d+)_[0-9a-f]{8}")
 _TRIED = re.compile(r"\.zinf-probe-[a-z0-9_]{8}")
 _PAGE_FILES = {"weights.pages", "optimizer.pages", "gradients.pages", "residuals.pages", OWNER_FILE}
@@ -210,6 +212,8 @@ def _directory(path: pathlib.Path) -> tuple[str, str] | None:
         return _unowned(run_dir, "unfinished checkpoint", path) if held_by(path) is None else None
     if _ABANDONED.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
         return _unowned(path.parent.parent, "abandoned checkpoint", path, "the run went back to an earlier step")
+    if _DAMAGED.fullmatch(path.name) and (path.parent / LOCK).exists():
+        return _unowned(path.parent, "damaged commit log", path, "the run went on without it")
     if _GENERATE.fullmatch(path.name):
         return _unowned(path, "copy for generation", path)
     return None
