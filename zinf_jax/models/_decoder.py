@@ -31,7 +31,7 @@ class DecoderConfig:
       mlp_ratio: Hidden size of the MLP over `dim`.
       tied: The output projection is the token embedding, transposed.
       scan: Layers are stacked and run by `nn.scan`; otherwise unrolled.
-      remat: Each block is recomputed in backward. Streamed training recomputes by itself and ignores it.
+      remat: Each block is recomputed in backward. Streamed training ignores it and goes by `streaming.remat_policy`.
       dropout: Rate after the embedding, attention and MLP; above 0 the loss takes an rng.
       param_dtype: Dtype in which `init_fn` makes the weights.
       matmul_dtype: Dtype of products and activations.
