@@ -50,7 +50,7 @@ from _bench import (
 from _bench_report import bytes_table, rates_lines, steps_table, time_table
 from rich.console import Console
 
-POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
+RECOMPUTED = "nothing_saveable"  # the policy of jax.checkpoint_policies by which backward computes all again
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, 16-bit remainder of the master, two fp32 moments
 BUDGETED_FROM = 300_000_000  # parameters; the embedding and the head of smaller models are a fifth of them already
 PEER_BESIDE = "nvme"  # DeepSpeed keeps gradients in DRAM, so this is the variant like it
@@ -195,7 +195,7 @@ class Bench:
             floors = self.floors(size, spec, Series(compute["times_s"]).median_s)
             for row in rows:
                 row["floors"] = floors | io_floor(row.get("plan"), floors)
-                row["floors"] |= schedule_floor(row, floors, FORWARD_SHARES.get(self._args.remat_policy, 1 / 3))
+                row["floors"] |= schedule_floor(row, floors, forward_share(self._args.remat_policy))
                 if "beside_io_s" in row:
                     row["floors"]["at_once_s"] = row["beside_io_s"] + floors["host_work_s"]
         self.rows += rows
@@ -271,8 +271,9 @@ def io_floor(plan: Reply | None, floors: dict[str, Any]) -> dict[str, float]:
     return {"io_s": (2 * both / mixed_gbps + alone_s) / 1e9}
 
 
-# Of the compute: backward has two products for each of the forward's, and computes the forward again or not.
-FORWARD_SHARES = {"nothing_saveable": 1 / 4}
+def forward_share(remat_policy: str) -> float:
+    """Of the compute: backward has two products for each of the forward's, and computes the forward again or not."""
+    return 1 / 4 if remat_policy == RECOMPUTED else 1 / 3
 
 
 def schedule_floor(row: dict[str, Any], floors: dict[str, Any], forward: float) -> dict[str, float]:
@@ -331,8 +332,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--durability", default="step", help="step, every_N or off (step)")
     parser.add_argument("--update-overlap", default="auto", help="none, backward, next_forward or auto (auto)")
-    parser.add_argument("--remat-policy", default=POLICIES[0], choices=POLICIES, help="of the streamed runs")
-    parser.add_argument("--memory-remat-policy", default=POLICIES[0], choices=POLICIES, help="of the in-memory one")
+    policy = "of jax.checkpoint_policies: what backward does not compute again, "
+    parser.add_argument("--remat-policy", default=RECOMPUTED, help=policy + "streamed")
+    parser.add_argument("--memory-remat-policy", default=RECOMPUTED, help=policy + "in memory")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (3)")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn (3)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn (2)")

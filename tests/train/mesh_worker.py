@@ -32,6 +32,10 @@ def main() -> None:
         for tier in ("host", "nvme"):
             result = run(placed(tier), mesh=mesh(num))
             out[f"fsdp{num}-{tier}"] = {"bits": digest(result), "losses": result.losses, "norms": result.norms}
+    dots = {"streaming": {"remat_policy": "dots_saveable"}}
+    for name, placement in (("host", placed("host")), ("nvme", placed("nvme", residuals="nvme"))):
+        result = run(placement, dots, mesh=mesh(4))
+        out[f"dots-{name}"] = {"bits": digest(result), "losses": result.losses, "norms": result.norms}
     for stage in (0, 1, 2, 3):
         for tier in ("host", "nvme"):
             result = run(placed(tier), {"partitioning": {"stage": stage}, "bf16": {"enabled": True}}, mesh=mesh(4))

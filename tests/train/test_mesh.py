@@ -30,6 +30,11 @@ def test_a_mesh_trains_as_one_device_does(num):
     np.testing.assert_allclose(worker()[f"fsdp{num}-nvme"]["norms"], alone.norms, rtol=1e-5)
 
 
+def test_what_is_kept_for_backward_is_sharded_too():
+    assert worker()["dots-nvme"]["bits"] == worker()["dots-host"]["bits"]
+    np.testing.assert_allclose(worker()["dots-nvme"]["losses"], worker()["fsdp4-nvme"]["losses"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(stage):
     """What is sharded changes memory and collectives, not the tier invariance; the numbers stay those of stage 3."""

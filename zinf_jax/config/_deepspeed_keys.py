@@ -189,7 +189,7 @@ TOP_KEYS = (
     Key("tensorboard", "any", None, to="train.tensorboard (from `enabled`); files go to the run directory"),
     Key("activation_checkpointing", "any", None, to="placement.residuals: host, if cpu_checkpointing; what is "
         "recomputed is streaming.remat_policy, the rest has no meaning here"),
-    Key("flops_profiler", "any", None, note="`zinf plan` prints each unit's FLOPs"),
+    Key("flops_profiler", "any", None, note="a step's FLOPs are trainer.plan.prediction.flops"),
     Key("comms_logger", "any", None, note=_STATS),
     Key("csv_monitor", "any", None, note="metrics are in metrics.jsonl and TensorBoard files in the run directory"),
     Key("wandb", "any", None, note="metrics are in metrics.jsonl and TensorBoard files in the run directory"),

@@ -16,6 +16,7 @@ from zinf_jax.config._types import (
     Section,
     Tier,
 )
+from zinf_jax.graph import RematPolicy
 
 
 class Bf16(Section):
@@ -82,9 +83,6 @@ class Partitioning(Section):
         return int(value) if isinstance(value, float) and value == int(value) else value
 
 
-RematPolicy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
-
-
 class Streaming(Section):
     """How state moves. None of these changes a result; they trade memory for overlap."""
 
@@ -109,7 +107,7 @@ class Streaming(Section):
     micro_batches_per_group: Positive | None = None
     """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
     order of gradient sums depends on it, so the plan never changes it to save memory."""
-    remat_policy: RematPolicy | tuple[str, ...] = "nothing_saveable"
+    remat_policy: RematPolicy = "nothing_saveable"
     """What backward does not compute again: a policy of `jax.checkpoint_policies` (dots_saveable keeps the results of
     matrix products), or a list of names given with `jax.ad_checkpoint.checkpoint_name`. What is kept is a residual, in
     device memory unless `placement.residuals` is host or nvme: bytes kept per unit x units x micro-batches of a group.

@@ -1,8 +1,7 @@
 """From a traced function to a linear sequence of units. Pure: no device, no weights.
 
 `cut_function` traces and cuts; `keep_residuals` changes what backward computes again; `interpret` runs the result in
-memory, for tests. `lazy` makes initial parameters
-page by page.
+memory, for tests. `lazy` makes initial parameters page by page.
 """
 
 from zinf_jax.graph.cut import cut_function

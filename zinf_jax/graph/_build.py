@@ -164,8 +164,8 @@ class Builder:
             diff_inputs=draft.diff_inputs,
             diff_outputs=draft.diff_outputs,
             forward=code.forward,
-            backward=code.backward if differentiable else None,
-            pull=code.pull if differentiable else None,
+            vjp=code.vjp if differentiable else None,
+            forward_vjp=code.forward_vjp if differentiable else None,
         )
 
     def _unit(self, index: int, draft: _Draft, program: int, varying: list[_Spot]) -> Unit:
@@ -206,7 +206,7 @@ class _Code:
         self._wanted = [var for var in draft.outputs if var in wanted]
         by_piece = [var for var, diff in zip(draft.pieces, draft.diff_pieces, strict=True) if diff]
         by_input = [var for var, diff in zip(draft.inputs, draft.diff_inputs, strict=True) if diff]
-        self._by, self._num_by_piece = (*by_piece, *by_input), len(by_piece)
+        self._by = (*by_piece, *by_input)
         self._diff_eqns = _jaxpr.needed(self._eqns, wanted)
         differentiated = set(map(id, self._diff_eqns))
         self._rest = [eqn for eqn in self._eqns if id(eqn) not in differentiated]  # side effects are here
@@ -219,7 +219,7 @@ class _Code:
         _jaxpr.run(self._eqns, env)
         return [env[var] for var in self._draft.outputs]
 
-    def pull(
+    def forward_vjp(
         self,
         pieces: Sequence[Any],
         inputs: Sequence[Any],
@@ -247,17 +247,11 @@ class _Code:
         env.update(zip((*self._wanted, *self._shared), (*wanted, *shared), strict=True))
         return pull
 
-    def backward(
-        self,
-        pieces: Sequence[Any],
-        inputs: Sequence[Any],
-        operands: Sequence[Any],
-        saved: Sequence[Any],
-        cotangents: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
+    def vjp(
+        self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any], saved: Sequence[Any]
+    ) -> Callable[..., Any]:
         assert not saved, "everything is computed again"
-        gradients = self._differentiate(self._bound(pieces, inputs, operands))(list(cotangents))
-        return list(gradients[: self._num_by_piece]), list(gradients[self._num_by_piece :])
+        return self._differentiate(self._bound(pieces, inputs, operands))
 
     def _bound(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> dict[Var, Any]:
         arguments = (*self._draft.pieces, *self._draft.inputs, *self._operands)

@@ -82,7 +82,7 @@ class Differentials:
         first = len(eqn.invars)
         gradients = rule.outvars[len(eqn.outvars) :]
         cotangents = {var: results[i] for i, var in enumerate(rule.invars[first:])}
-        flow = _data_flow(rule, set(cotangents))
+        flow = data_flow(rule, set(cotangents))
         found: list[set[int]] = [set() for _ in eqn.outvars]
         for position, gradient in zip(floating, gradients, strict=True):
             for source in frozenset() if _jaxpr.is_literal(gradient) else flow.get(gradient, frozenset()):
@@ -110,7 +110,7 @@ class Differentials:
         except Exception:  # not differentiable in this direction: assume everything, the unit's own trace decides
             return _dense(eqn)
         position = {var: floating[i] for i, var in enumerate(block.invars[len(structs) :])}
-        flow = _data_flow(block, set(position))
+        flow = data_flow(block, set(position))
         found = [frozenset[int]()] * len(eqn.outvars)
         for index, atom in zip(results, block.outvars, strict=True):
             if not _jaxpr.is_literal(atom):
@@ -123,7 +123,7 @@ def _dense(eqn: Eqn) -> Dependencies:
     return tuple(every if _jaxpr.is_floating(var) else frozenset() for var in eqn.outvars)
 
 
-def _data_flow(block: Block, sources: set[Var]) -> dict[Var, frozenset[Var]]:
+def data_flow(block: Block, sources: set[Var]) -> dict[Var, frozenset[Var]]:
     """For each variable, the sources that its value depends on at all."""
     reached: dict[Var, frozenset[Var]] = {var: frozenset((var,)) for var in sources}
     nothing: frozenset[Var] = frozenset()

@@ -298,12 +298,3 @@ def needed(eqns: Sequence[Eqn], wanted: Iterable[Atom], *, effects: bool = False
             found.update(atom for atom in eqn.invars if not is_literal(atom))
             kept.append(eqn)
     return kept[::-1]
-
-
-def dependents(eqns: Sequence[Eqn], sources: Iterable[Var]) -> set[Var]:
-    """The sources, and the variables whose value depends on one of them."""
-    found = set(sources)
-    for eqn in eqns:
-        if any(atom in found for atom in eqn.invars if not is_literal(atom)):
-            found.update(eqn.outvars)
-    return found

@@ -122,16 +122,10 @@ def _copied(tape: Tape, results: Sequence[Atom], outer: Sequence[Var]) -> list[V
 
 def _live(tape: Tape, eqns: Sequence[Eqn], results: Iterable[Any]) -> list[Eqn]:
     """The equations that a result or a side effect needs."""
-    needed: set[Any] = set(results)
-    kept = []
     made = {var for eqn in eqns for var in eqn.outvars}
     unmade = [atom for atom in dict.fromkeys(results) if atom not in made]
     elements = [maker for atom in unmade if (maker := tape.maker(atom)) is not None]
-    for eqn in reversed(in_order(tape, [*eqns, *elements])):
-        if eqn.effects or any(var in needed for var in eqn.outvars):
-            needed.update(variables(eqn.invars))
-            kept.append(eqn)
-    return kept[::-1]
+    return _jaxpr.needed(in_order(tape, [*eqns, *elements]), results, effects=True)
 
 
 def _replaced(eqn: Eqn, env: Mapping[Var, Atom]) -> Eqn:

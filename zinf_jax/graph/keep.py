@@ -8,20 +8,23 @@ outputs of the forward, values like any other to the planner and to what spills 
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
 from zinf_jax.errors import ConfigError
 from zinf_jax.graph import _jaxpr
+from zinf_jax.graph._diff import data_flow
 from zinf_jax.graph._flops import flops_of
 from zinf_jax.graph.types import Program, UnitGraph
 
-RematPolicy = str | tuple[str, ...]
-"""One of `POLICIES`, or names given with `jax.ad_checkpoint.checkpoint_name`: what has one of them is kept."""
-
-POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
+PolicyName = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
 """Of `jax.checkpoint_policies`. The first is what units do without this module."""
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+RematPolicy = PolicyName | tuple[str, ...]
+"""A policy, or names given with `jax.ad_checkpoint.checkpoint_name`: what has one of them is kept."""
 
 
 def keep_residuals(graph: UnitGraph, policy: RematPolicy, units: Collection[int]) -> UnitGraph:
@@ -40,8 +43,12 @@ def keep_residuals(graph: UnitGraph, policy: RematPolicy, units: Collection[int]
     if policy == POLICIES[0]:
         return graph
     changing = [unit for unit in graph.units if unit.index in units and unit.index in graph.backward]
-    splits = _split(graph, policy, dict.fromkeys(unit.program for unit in changing))
+    rule, which = _rule(policy), dict.fromkeys(unit.program for unit in changing)
+    if not isinstance(policy, str):
+        _check_names(policy, [graph.programs[index] for index in which])
+    splits = {index: _Split(graph.programs[index], rule) for index in which}
     numbers = {program: len(graph.programs) + i for i, program in enumerate(splits)}
+    flops = {program: split.backward_flops() for program, split in splits.items()}
     values, changed = list(graph.values), list(graph.units)
     for unit in changing:
         split = splits[unit.program]
@@ -49,27 +56,31 @@ def keep_residuals(graph: UnitGraph, policy: RematPolicy, units: Collection[int]
         values.extend(_jaxpr.struct_of(var) for var in split.made)
         changed[unit.index] = dataclasses.replace(
             unit, program=numbers[unit.program], outputs=outputs, saved=tuple(outputs[i] for i in split.saved),
-            backward_flops=split.backward_flops,
+            backward_flops=flops[unit.program],
         )  # fmt: skip
     programs = (*graph.programs, *(splits[program].program(number) for program, number in numbers.items()))
     return dataclasses.replace(graph, units=tuple(changed), programs=programs, values=tuple(values))
 
 
-def _split(graph: UnitGraph, policy: RematPolicy, programs: Collection[int]) -> dict[int, "_Split"]:
+def _rule(policy: RematPolicy) -> Callable[..., Any]:
+    """As `jax.checkpoint` takes it."""
     if isinstance(policy, str):
-        return {index: _Split(graph.programs[index], getattr(jax.checkpoint_policies, policy)) for index in programs}
-    splits = {
-        index: _Split(graph.programs[index], jax.checkpoint_policies.save_only_these_names(*policy))
-        for index in programs
-    }
-    found = set().union(*(split.names for split in splits.values()))
-    if missing := [name for name in policy if name not in found]:
+        return getattr(jax.checkpoint_policies, policy)
+    return jax.checkpoint_policies.save_only_these_names(*policy)
+
+
+def _check_names(names: Sequence[str], programs: Sequence[Program]) -> None:
+    found = set().union(*(_names(_jaxpr.trace(program.forward, *_avals(program)).block) for program in programs))
+    if missing := [name for name in names if name not in found]:
         raise ConfigError(
             f"remat_policy: no value is named {missing[0]!r} in what is recomputed; the names there are "
             f"{sorted(found) or 'none'}: give some with jax.ad_checkpoint.checkpoint_name, or use one of "
             f"{', '.join(POLICIES)}"
         )
-    return splits
+
+
+def _avals(program: Program) -> tuple[list[Any], list[Any], list[Any]]:
+    return list(program.piece_avals), list(program.input_avals), list(program.operand_avals)
 
 
 class _Split:
@@ -78,28 +89,25 @@ class _Split:
     Attributes:
       made: Variables that the forward gives beside the program's outputs.
       saved: Which of the forward's results, those included, the backward reads.
-      names: What the program's values are called by `checkpoint_name`.
-      backward_flops: Of the backward, what it computes again included.
     """
 
     def __init__(self, program: Program, policy: Callable[..., Any]) -> None:
         self._program = program
-        avals = (list(program.piece_avals), list(program.input_avals), list(program.operand_avals))
 
         def run(pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-            assert program.pull is not None
-            outputs, pull = program.pull(pieces, inputs, operands, policy)
+            assert program.forward_vjp is not None
+            outputs, pull = program.forward_vjp(pieces, inputs, operands, policy)
             arrays, self._tree = jax.tree.flatten(pull)
             return [*outputs, *arrays]
 
-        self._block = _jaxpr.trace(run, *avals).block
+        self._block = _jaxpr.trace(run, *_avals(program)).block
         count = len(program.output_avals)
         copied = {eqn.outvars[0]: eqn.invars[0] for eqn in self._block.eqns if _copies(eqn)}
         results = [_jaxpr.lookup(copied, atom) for atom in self._block.outvars]
         outputs, self._arrays = results[:count], results[count:]
         first = len(program.piece_avals)
         inputs = self._block.invars[first : first + len(program.input_avals)]
-        changing = _jaxpr.dependents(self._block.eqns, inputs)
+        changing = data_flow(self._block, set(inputs))
         kept = [a for a in dict.fromkeys(self._variables()) if a in changing and a not in self._block.invars]
         self.made = [var for var in kept if var not in outputs]
         self._results = [*outputs, *self.made]
@@ -107,14 +115,14 @@ class _Split:
         self._forward = _jaxpr.needed(self._block.eqns, self._results, effects=True)
         again = set(self._variables()) - set(kept)
         self._again = _jaxpr.needed(self._block.eqns, again)
-        saved = [_jaxpr.struct_of(var) for var in kept]
-        backward = _jaxpr.trace(self._run_backward, *avals, saved, self._cotangents()).block
-        self.backward_flops = sum(map(flops_of, backward.eqns))
-        self.names = _names(_jaxpr.trace(program.forward, *avals).block)
 
-    def _cotangents(self) -> list[jax.ShapeDtypeStruct]:
+    def backward_flops(self) -> int:
+        """Of the backward, what it computes again included."""
         given = self._program
-        return [aval for aval, diff in zip(given.output_avals, given.diff_outputs, strict=True) if diff]
+        saved = [_jaxpr.struct_of(var) for var in self._kept]
+        cotangents = [aval for aval, diff in zip(given.output_avals, given.diff_outputs, strict=True) if diff]
+        block = _jaxpr.trace(self.program(given.index).backward, *_avals(given), saved, cotangents).block
+        return sum(map(flops_of, block.eqns))
 
     def _variables(self) -> list[Any]:
         return [atom for atom in self._arrays if not _jaxpr.is_literal(atom)]
@@ -127,8 +135,8 @@ class _Split:
             output_avals=(*given.output_avals, *(_jaxpr.struct_of(var) for var in self.made)),
             diff_outputs=(*given.diff_outputs, *(False for _ in self.made)),
             forward=self._run_forward,
-            backward=self._run_backward,
-            pull=None,
+            vjp=self._vjp,
+            forward_vjp=None,
         )
 
     def _run_forward(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -136,21 +144,11 @@ class _Split:
         _jaxpr.run(self._forward, env)
         return [_jaxpr.value_of(env, atom) for atom in self._results]
 
-    def _run_backward(
-        self,
-        pieces: Sequence[Any],
-        inputs: Sequence[Any],
-        operands: Sequence[Any],
-        saved: Sequence[Any],
-        cotangents: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
+    def _vjp(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any], saved: Sequence[Any]) -> Any:
         env = self._bound(pieces, inputs, operands)
         env.update(zip(self._kept, saved, strict=True))
         _jaxpr.run(self._again, env)
-        pull = jax.tree.unflatten(self._tree, [_jaxpr.value_of(env, atom) for atom in self._arrays])
-        gradients = pull(list(cotangents))
-        by_piece = sum(self._program.diff_pieces)
-        return list(gradients[:by_piece]), list(gradients[by_piece:])
+        return jax.tree.unflatten(self._tree, [_jaxpr.value_of(env, atom) for atom in self._arrays])
 
     def _bound(self, pieces: Sequence[Any], inputs: Sequence[Any], operands: Sequence[Any]) -> dict[Any, Any]:
         env = dict(self._block.consts)

@@ -33,11 +33,10 @@ class Program:
       diff_inputs: Which inputs get a cotangent.
       diff_outputs: Which outputs receive a cotangent. An output without one stays without: never a dense zero.
       forward: (pieces, inputs, operands) -> outputs.
-      backward: (pieces, inputs, operands, saved, cotangents of the outputs in `diff_outputs`)
-        -> (gradients of the pieces in `diff_pieces`, cotangents of the inputs in `diff_inputs`).
-        Computes again what of the unit's forward is not in `saved`. None where nothing is differentiated.
-      pull: (pieces, inputs, operands, `jax.checkpoint` policy) -> (outputs, vector-Jacobian product of those in
-        `diff_outputs`): forward and backward in one. None where nothing is differentiated, or they are apart already.
+      vjp: (pieces, inputs, operands, saved) -> vector-Jacobian product of the outputs in `diff_outputs`, as `jax.vjp`
+        gives it. Computes again what of the unit's forward is not in `saved`. None where nothing is differentiated.
+      forward_vjp: (pieces, inputs, operands, `jax.checkpoint` policy) -> (outputs, vector-Jacobian product): both in
+        one. None where nothing is differentiated, or they are apart already.
     """
 
     index: int
@@ -49,12 +48,35 @@ class Program:
     diff_inputs: tuple[bool, ...]
     diff_outputs: tuple[bool, ...]
     forward: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], list[Any]] = dataclasses.field(repr=False)
-    backward: Callable[..., tuple[list[Any], list[Any]]] | None = dataclasses.field(repr=False)
-    pull: Callable[..., tuple[list[Any], Callable[..., Any]]] | None = dataclasses.field(repr=False)
+    vjp: Callable[..., Callable[..., Any]] | None = dataclasses.field(repr=False)
+    forward_vjp: Callable[..., tuple[list[Any], Callable[..., Any]]] | None = dataclasses.field(repr=False)
 
     @property
     def differentiable(self) -> bool:
-        return self.backward is not None
+        return self.vjp is not None
+
+    def backward(
+        self,
+        pieces: Sequence[Any],
+        inputs: Sequence[Any],
+        operands: Sequence[Any],
+        saved: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """What `gradients` gives, from what the forward read and saved."""
+        assert self.vjp is not None
+        return self.gradients(self.vjp(pieces, inputs, operands, saved), cotangents)
+
+    def gradients(self, pull: Callable[..., Any], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Gradients of the pieces in `diff_pieces` and cotangents of the inputs in `diff_inputs`.
+
+        Args:
+          pull: A vector-Jacobian product.
+          cotangents: Of the outputs in `diff_outputs`.
+        """
+        found = pull(list(cotangents))
+        num_pieces = sum(self.diff_pieces)
+        return list(found[:num_pieces]), list(found[num_pieces:])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -292,7 +292,6 @@ class UnitCompiler:
         shardings = self._cotangent_shardings(program, unit)
 
         def backward(pages: Any, inputs: Any, operands: Any, saved: Any, cotangents: Any) -> Any:
-            assert program.backward is not None
             gradients, back = program.backward(self._pieces(binding, pages), inputs, operands, saved, cotangents)
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
             return self._rows(program, binding, gradients), back
@@ -302,13 +301,11 @@ class UnitCompiler:
     def _turn(self, program: Program, binding: Binding, unit: Unit) -> Callable[..., Any]:
         shardings = self._cotangent_shardings(program, unit)
         loss_at = unit.outputs.index(self._graph.loss)
-        num_pieces = sum(program.diff_pieces)
 
         def turn(pages: Any, inputs: Any, operands: Any, seed: Any) -> Any:
-            assert program.pull is not None
-            outputs, pull = program.pull(self._pieces(binding, pages), inputs, operands)
-            found = pull([seed.astype(outputs[loss_at].dtype)])
-            gradients, back = found[:num_pieces], found[num_pieces:]
+            assert program.forward_vjp is not None
+            outputs, pull = program.forward_vjp(self._pieces(binding, pages), inputs, operands)
+            gradients, back = program.gradients(pull, [seed.astype(outputs[loss_at].dtype)])
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
             return self._fixed(outputs), self._rows(program, binding, gradients), back
 
