@@ -119,7 +119,7 @@ def test_temporaries(tmp_path):
     (tmp_path / "commits.damaged-1").mkdir()  # not a run's
     saved = tmp_path / ".saved.12345678.tmp"
     saving = RunDir(saved)
-    age(run / ".generate-abcd1234", saved)
+    age(run / ".generate-abcd1234", saved, tmp_path / "commits.damaged-1")
     ours = [".run.json.12345678.tmp", ".step_00000003.12345678.tmp", ".abandoned-step_00000009-123456",
             ".generate-abcd1234", "commits.damaged-1", "prepare-0.log.tmp"]  # fmt: skip
     assert sorted(names(tmp_path)) == sorted([".aio_probe_999999999_00000000", *ours])

@@ -102,9 +102,7 @@ class _Split:
 
         self._block = _jaxpr.trace(run, *_avals(program)).block
         count = len(program.output_avals)
-        copied = {eqn.outvars[0]: eqn.invars[0] for eqn in self._block.eqns if _copies(eqn)}
-        results = [_jaxpr.lookup(copied, atom) for atom in self._block.outvars]
-        outputs, self._arrays = results[:count], results[count:]
+        outputs, self._arrays = self._block.outvars[:count], self._block.outvars[count:]
         first = len(program.piece_avals)
         inputs = self._block.invars[first : first + len(program.input_avals)]
         changing = data_flow(self._block, set(inputs))
@@ -154,14 +152,6 @@ class _Split:
         env = dict(self._block.consts)
         env.update(zip(self._block.invars, (*pieces, *inputs, *operands), strict=True))
         return env
-
-
-def _copies(eqn: _jaxpr.Eqn) -> bool:
-    """`jax.checkpoint` marks what it keeps with a rounding to the type that it has: no reason to keep it twice."""
-    if eqn.primitive.name != "reduce_precision":
-        return False
-    info = jax.numpy.finfo(eqn.invars[0].aval.dtype)
-    return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
 
 def _names(block: _jaxpr.Block) -> set[str]:
