@@ -76,6 +76,8 @@ OPTIONS = st.builds(
     max_in_flight=st.integers(1, 3),
     chunk_bytes=st.sampled_from([1, 100_000, MIB]),
     num_chunk_frames=st.integers(1, 4),
+    update_overlap=st.sampled_from(["none", "next_forward", "auto"]),
+    ahead_bytes=st.sampled_from([0, 30 * PAGE, 1 << 40]),
 )
 
 

@@ -27,10 +27,12 @@ def check_places(found):
     fixed.sort()
     for (a, size), (b, _) in itertools.pairwise(fixed):
         assert a + size <= b
-    assert all(offset % PAGE == 0 and offset + size <= found.update_offset for offset, size in fixed)
+    assert all(offset % PAGE == 0 and offset + size <= found.stream_offset for offset, size in fixed)
+    end = found.update_offset if found.overlaps else found.arena_bytes
+    assert found.overlaps or found.update_offset == found.stream_offset
     for number, span in enumerate(found.spans):
         r = span.residency
-        assert found.update_offset <= span.offset and span.offset + r.num_bytes <= found.arena_bytes
+        assert found.stream_offset <= span.offset and span.offset + r.num_bytes <= end
         for other in found.spans[:number]:
             if other.residency.start < r.end and r.start < other.residency.end:
                 apart = (
@@ -78,7 +80,8 @@ def test_a_plan_fits_its_budget_or_is_refused(shape, options, tiers, cache, host
 def test_the_least_memory_is_enough_and_so_is_more(shape, options, tiers, cache, more):
     """What a plan without any cache needs is what the refusal names; with it, or with more, the run is accepted."""
     tiers |= {kind: Tier.NVME for kind, tier in tiers.items() if tier is None and kind != "residuals"}
-    needed = plan(shape, hardware(1 << 60), options, **tiers).host_bytes
+    least = dataclasses.replace(options, ahead_bytes=0)
+    needed = plan(shape, hardware(1 << 60), least, **tiers).host_bytes
     assert plan(shape, hardware(needed + more, cache_pages=cache), options, **tiers).host_bytes <= needed + more
     if needed:
         with pytest.raises(zinf.PlanError) as caught:
@@ -196,6 +199,28 @@ def test_auto_fills_the_budget_weights_first():
         some = on_host(60 * MIB, cache_pages=cache)
         assert some["weights"] == some["gradients"] == 12 and 0 < some["optimizer"] < 12
         assert on_host(200 * MIB, cache_pages=cache) == {"weights": 12, "gradients": 12, "optimizer": 12}
+
+
+def test_frames_for_records_that_are_read_ahead():
+    """Up to half of the records where nobody gave a budget, half of what a budget leaves; never more than chunks."""
+    shape = stack(20)  # 22 pages
+    options = StreamOptions(chunk_bytes=100_000, update_overlap="next_forward")
+    least = plan(shape, hardware(1 << 60), options, **NVME)
+    size = least.chunk_frame_bytes
+    records = sum(p.record_bytes for p in shape.pages)
+
+    def more(limit, **machine):
+        found = plan(shape, hardware(**machine), dataclasses.replace(options, ahead_bytes=limit), **NVME)
+        assert found.host_bytes - least.host_bytes <= limit
+        return found.num_chunk_frames - least.num_chunk_frames
+
+    assert more(0) == more(size - 1) == 0 and more(3 * size) == 3
+    assert more(1 << 40) == records // 2 // size < len(least.chunks) - least.num_chunk_frames
+    assert more(1 << 40, cache_pages=True) == len(least.chunks) - least.num_chunk_frames
+    assert more(1 << 40, host=least.host_bytes + 10 * size, cache_pages=True) == 5
+    assert more(1 << 40, host=least.host_bytes) == 0
+    none = dataclasses.replace(options, update_overlap="none", ahead_bytes=1 << 40)
+    assert plan(shape, options=none, **NVME).num_chunk_frames == 4
 
 
 def test_a_budget_saves_fetches_and_the_prediction_says_so():

@@ -19,23 +19,33 @@ POISON = 0xFF  # NaN in every floating dtype
 @pytest.fixture
 def poisoned(monkeypatch):
     """Frames are overwritten at release, and chunk frames before each reuse."""
-    counts = {"frames": 0, "chunks": 0}
-    release, start = FrameArena.release, ChunkIO.start
+    counts = {"frames": 0, "chunks": 0, "ahead": 0}
+    release, start, read_record = FrameArena.release, ChunkIO.start, ChunkIO.read_record
 
     def poisoning_release(self, span):
         release(self, span)
         self.view(span)[:] = POISON
         counts["frames"] += 1
 
-    def poisoning_start(self, chunk, slot, **kwargs):
+    def poison(self, slot):
         size = self._plan.chunk_frame_bytes
         if size:
             self._arena.view(FrameSpan(self._plan.update_offset + slot * size, size))[:] = POISON
+
+    def poisoning_start(self, chunk, slot, **kwargs):
+        if kwargs.get("record") is None:
+            poison(self, slot)
         counts["chunks"] += 1
         return start(self, chunk, slot, **kwargs)
 
+    def poisoning_read_record(self, chunk, slot):
+        poison(self, slot)
+        counts["ahead"] += 1
+        return read_record(self, chunk, slot)
+
     monkeypatch.setattr(FrameArena, "release", poisoning_release)
     monkeypatch.setattr(ChunkIO, "start", poisoning_start)
+    monkeypatch.setattr(ChunkIO, "read_record", poisoning_read_record)
     return counts
 
 
@@ -45,7 +55,7 @@ def test_no_reader_is_late(poisoned, lookahead, max_in_flight):
     streaming = {"lookahead": lookahead, "max_in_flight": max_in_flight, "chunk_bytes": 1}
     got = run(placed("nvme", residuals="nvme"), {"streaming": streaming, "gradient_accumulation_steps": 2})
     counted = dict(poisoned)
-    assert counted["frames"] > 50 and counted["chunks"] > 50
+    assert counted["frames"] > 50 and counted["chunks"] > 50 and counted["ahead"] > 5
     assert np.isfinite(got.losses).all()
     assert got.bits == run(placed("device"), {"gradient_accumulation_steps": 2}).bits
 

@@ -136,12 +136,14 @@ class _Builder:
             shape, self.lives, self.options, spilled=frozenset(v for v, t in spilled.items() if t is Tier.NVME)
         )  # fmt: skip
         chunks, frame_bytes = self._chunks(tiers)
-        num_frames = min(self.options.num_chunk_frames, max(len(chunks), 1))
-        update_bytes = frame_bytes * num_frames
         host_residuals, residual_offsets = self._host_residuals(spilled, resident)
         overlaps = self.options.update_overlap != "none"
-        fixed = resident + host_residuals + (update_bytes if overlaps else 0)
         weights = schedule.weight_residencies(shape, self.positions, self.options, pages=streamed, capacity=0)
+        num_frames = min(self.options.num_chunk_frames, max(len(chunks), 1))
+        least = resident + host_residuals + frame_bytes * num_frames + schedule.pack((*weights, *others))[1]
+        num_frames += self._num_ahead_frames(tiers, chunks, frame_bytes, num_frames, host_budget - least)
+        update_bytes = frame_bytes * num_frames
+        fixed = resident + host_residuals + (update_bytes if overlaps else 0)
         room = host_budget - fixed - schedule.peak_load(others)
         if self.hardware.cache_pages and room > schedule.peak_load(weights):
             weights = self._with_cache(streamed, others, room, host_budget - fixed)
@@ -161,9 +163,26 @@ class _Builder:
             chunk_frame_bytes=frame_bytes, num_chunk_frames=num_frames, update_offset=update_offset, arena_bytes=arena,
             device_bytes=device, base_rss_bytes=self.base_rss_bytes,
             scratch_bytes=self.update_bytes,
-            items=self._items(tiers, host_residuals, stream_bytes, update_bytes, device, weights, others),
+            items=self._items(
+                tiers, host_residuals, stream_bytes, (num_frames, update_bytes), device, weights, others
+            ),
             prediction=self._predict(tiers, weights, spilled),
         )  # fmt: skip
+
+    def _num_ahead_frames(
+        self, tiers: Sequence[PageTiers], chunks: Sequence[Chunk], frame_bytes: int, num_frames: int, room: int
+    ) -> int:
+        """More frames for the update, so that records are read before it is asked for.
+
+        With a budget half of what is left: the rest saves reads of weights. Without one, at most half of the records.
+        """
+        records = sum(
+            p.record_bytes for p, t in zip(self.shape.pages, tiers, strict=True) if t.optimizer is Tier.NVME
+        )  # fmt: skip
+        if self.options.update_overlap == "none" or not records:
+            return 0
+        limit = min(self.options.ahead_bytes, room // 2 if self.hardware.cache_pages else min(room, records // 2))
+        return max(0, min(limit // frame_bytes, len(chunks) - num_frames))
 
     def _with_cache(
         self, streamed: Sequence[int], others: Sequence[Residency], room: int, limit: int
@@ -232,7 +251,7 @@ class _Builder:
         return kept + max((sum(needs[i : i + width]) for i in range(len(needs))), default=0)
 
     def _items(
-        self, tiers: Sequence[PageTiers], host_residuals: int, stream_bytes: int, update_bytes: int, device: int,
+        self, tiers: Sequence[PageTiers], host_residuals: int, stream_bytes: int, frames: tuple[int, int], device: int,
         weights: Sequence[Residency], others: Sequence[Residency],
     ) -> tuple[BudgetItem, ...]:  # fmt: skip
         pages = self.shape.pages
@@ -256,7 +275,8 @@ class _Builder:
         loads = (format_bytes(schedule.peak_load(weights)), format_bytes(schedule.peak_load(others)))
         streams = f"weights {loads[0]}, other {loads[1]}"
         items.append(BudgetItem(Tier.HOST, "frames of the passes", stream_bytes, streams))
-        chunk_note = f"{self.options.num_chunk_frames} chunks"
+        num_frames, update_bytes = frames
+        chunk_note = f"{num_frames} chunks"
         if self.options.update_overlap == "none":
             chunk_note += "; shares the passes' place"
         items.append(BudgetItem(Tier.HOST, "frames of the update", update_bytes, chunk_note))

@@ -77,8 +77,36 @@ class ChunkIO:
         """Which of its page's chunks it is."""
         return chunk.start // self._plan.chunk_elements
 
+    def has_record(self, chunk: Chunk) -> bool:
+        """Is the chunk's optimizer record on NVMe?"""
+        stored = self._record.itemsize > 0 and self._layout.pages[chunk.page].trainable
+        return stored and self._plan.tiers[chunk.page].optimizer is Tier.NVME
+
+    def record_version(self, chunk: Chunk) -> object:
+        """Equal for as long as nothing writes the chunk's record."""
+        return self._store.newest(OPTIMIZER, chunk.page, self.number(chunk))
+
+    def read_record(self, chunk: Chunk, slot: int) -> PendingIO:
+        """Starts reading a chunk's record to where `start` expects it in the slot's frame."""
+        frame = ChunkFrame()
+        self._place(frame, slot, OPTIMIZER, chunk, self._record.itemsize, self._weights_bytes(chunk), True)
+        return frame.pending[0]
+
+    def _weights_bytes(self, chunk: Chunk) -> int:
+        """Room at the start of a slot's frame for a chunk's weights: there whether or not they are in it."""
+        page = self._layout.pages[chunk.page]
+        streamed = self._plan.tiers[chunk.page].weights is Tier.NVME
+        return (chunk.stop - chunk.start) * page.dtype.itemsize if streamed else 0
+
     def start(
-        self, chunk: Chunk, slot: int, *, gradients: Collected | None, read: bool = True, held: bool = False
+        self,
+        chunk: Chunk,
+        slot: int,
+        *,
+        gradients: Collected | None,
+        read: bool = True,
+        held: bool = False,
+        record: PendingIO | None = None,
     ) -> ChunkFrame:
         """Finds what a chunk needs in memory, or starts reading it into the slot's frame.
 
@@ -88,20 +116,24 @@ class ChunkIO:
           gradients: Bring the gradient too, from there.
           read: False: leave the frame's bytes as they are, the caller fills them.
           held: The weights are in the pager's frame, or on their way there: they are changed in place.
+          record: `read_record` was called for this chunk and slot, and gave this.
         """
         frame = ChunkFrame()
+        if record is not None:
+            frame.pending.append(record)
         try:
-            self._fill(frame, chunk, slot, gradients, read, held)
+            self._fill(frame, chunk, slot, gradients, read, held, record is not None)
         except BaseException:
             self.abandon(frame)
             raise
         return frame
 
     def _fill(
-        self, frame: ChunkFrame, chunk: Chunk, slot: int, gradients: Collected | None, read: bool, held: bool
-    ) -> None:
+        self, frame: ChunkFrame, chunk: Chunk, slot: int, gradients: Collected | None, read: bool, held: bool,
+        has_record: bool,
+    ) -> None:  # fmt: skip
         page, tiers = self._layout.pages[chunk.page], self._plan.tiers[chunk.page]
-        item, used = page.dtype.itemsize, 0
+        item, used = page.dtype.itemsize, self._weights_bytes(chunk)
         resident = self._pager.resident_frame(chunk.page)
         if held:
             whole, arriving = self._pager.held_frame(chunk.page)
@@ -111,10 +143,11 @@ class ChunkIO:
             self._pager.invalidate(chunk.page)
             frame.weights = resident[chunk.start * item : chunk.stop * item]
         else:
-            frame.weights, used = self._place(frame, slot, WEIGHTS, chunk, item, used, read)
+            frame.weights, _ = self._place(frame, slot, WEIGHTS, chunk, item, 0, read)
         item = self._record.itemsize if page.trainable else 0
         if tiers.optimizer is Tier.NVME and item:
-            frame.record, used = self._place(frame, slot, OPTIMIZER, chunk, item, used, read)
+            wanted = read and not has_record
+            frame.record, used = self._place(frame, slot, OPTIMIZER, chunk, item, used, wanted)
         elif item:
             base = self._plan.resident[(OPTIMIZER, chunk.page)]
             frame.record = self._arena.view(FrameSpan(base + chunk.start * item, (chunk.stop - chunk.start) * item))

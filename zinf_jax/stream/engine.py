@@ -29,6 +29,7 @@ from zinf_jax.plan import (
     UnitShape,
     make_plan,
 )
+from zinf_jax.stream.ahead import ReadAhead
 from zinf_jax.stream.chunks import OPTIMIZER, ChunkIO
 from zinf_jax.stream.commit import Committer
 from zinf_jax.stream.contents import Contents, InitSlots
@@ -84,7 +85,7 @@ class EngineOptions:
         yield self.stream
         if "update_overlap" not in self.lowered or self.stream.update_overlap == "none":
             return
-        smaller = dataclasses.replace(self.stream, update_overlap="next_forward", update_hold=0)
+        smaller = dataclasses.replace(self.stream, update_overlap="next_forward", update_hold=0, ahead_bytes=0)
         yield smaller
         least = {"num_chunk_frames": 2, "lookahead": 1, "chunk_bytes": smaller.chunk_bytes // 4}
         for names in (("num_chunk_frames",), tuple(least)):
@@ -353,7 +354,10 @@ class StreamEngine:
         )  # fmt: skip
         self.fused = FusedUpdate(layout, plan, self.record, self.counters, num_threads=self.options.num_threads)
         self.generic = GenericUpdater(layout, plan, self.record, self.io, self.counters, self.topology.axis_sizes)
-        self.updates = OverlappedUpdates(plan, self.store, self.pager, self._pipeline, self.counters)
+        self.read_ahead = ReadAhead(self.io)
+        self.updates = OverlappedUpdates(
+            plan, self.store, self.pager, self._pipeline, self.read_ahead, self.counters
+        )  # fmt: skip
         if fused:
             self.pager.attach(self.updates)
         self.contents = Contents(layout, plan, self.record, self.io, dict(self.topology.axis_sizes), init_slots)
@@ -367,7 +371,7 @@ class StreamEngine:
     def _pipeline(self, compute: Compute, gradients: Collected) -> ChunkPipeline:
         return ChunkPipeline(
             self.io, compute, gradients=gradients, may_write=self.may_write, wait_to_write=self._wait_to_write,
-            on_written=self._on_written,
+            on_written=self._on_written, ahead=self.read_ahead,
         )  # fmt: skip
 
     def may_write(self) -> bool:
@@ -396,6 +400,7 @@ class StreamEngine:
           StoreError: a transfer failed.
         """
         self.updates.finish()
+        self.updates.cancel()
         self.pager.cancel()
 
     def close(self, *, delete: bool = False) -> None:

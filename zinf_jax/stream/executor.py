@@ -133,6 +133,8 @@ class Executor:
         self.weight_unit = 1.0
         self._speculate, self._whole = speculate, set()
         self._pager.begin(self._plan)
+        if self._updates is not None:
+            self._updates.expect(backwards=speculate is not None)
         if self._gradients is not None:
             self._gradients.begin()
         try:

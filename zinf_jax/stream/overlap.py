@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from zinf_jax.plan import Chunk, Plan, Tier
+from zinf_jax.stream.ahead import ReadAhead
 from zinf_jax.stream.chunks import OPTIMIZER
 from zinf_jax.stream.gradients import Collected
 from zinf_jax.stream.pager import WEIGHTS, Pager
@@ -91,6 +92,7 @@ class OverlappedUpdates:
       plan: Order of use, chunks.
       store, pager: Where bytes are.
       make_pipeline: Of a compute function and the gradients it needs.
+      ahead: Reads records before their update is asked for.
       counters: Told about stalls.
 
     Attributes:
@@ -98,12 +100,19 @@ class OverlappedUpdates:
     """
 
     def __init__(
-        self, plan: Plan, store: PageStore, pager: Pager, make_pipeline: MakePipeline, counters: Counters
+        self,
+        plan: Plan,
+        store: PageStore,
+        pager: Pager,
+        make_pipeline: MakePipeline,
+        ahead: ReadAhead,
+        counters: Counters,
     ) -> None:
         self._plan = plan
         self._store = store
         self._pager = pager
         self._make_pipeline = make_pipeline
+        self._read_ahead = ahead
         self._counters = counters
         self._owed: dict[int, list[Chunk]] = {}  # page -> chunks that no pipeline has taken
         self._pipeline: ChunkPipeline | None = None
@@ -111,7 +120,32 @@ class OverlappedUpdates:
         self._on_complete: Callable[[], None] | None = None
         self._order = sorted(plan.chunks_of, key=lambda page: (plan.first_uses.get(page, len(plan.positions)), page))
         self._next = 0
+        self._backwards = False
+        self._expected = False  # the order of the updates to come is known to the reads ahead
         self.failed: BaseException | None = None
+
+    def expect(self, *, backwards: bool) -> None:
+        """Before the passes of a step: will its updates run beside backward, or beside the next forward?"""
+        if self._backwards != backwards:
+            self._backwards, self._expected = backwards, False
+
+    def _begin_reading(self) -> None:
+        """Once the update before is written, the next one's records can be read."""
+        if self._expected or not self.complete:
+            return
+        backwards = sorted(self._order, key=lambda page: (self._plan.last_uses.get(page, -1), page))
+        self._read_in(backwards if self._backwards else self._order)
+        self._expected = True
+
+    def _read_in(self, order: Iterable[int]) -> None:
+        if not self._plan.overlaps:
+            return  # the frames are where those of the passes are
+        self._read_ahead.begin(chunk for page in order for chunk in self._plan.chunks_of[page])
+
+    def cancel(self) -> None:
+        """Gives up what was read ahead: its frames are free."""
+        self._read_ahead.cancel()
+        self._expected = False
 
     # --- an update that is certain ------------------------------------------------------------------------------
 
@@ -127,6 +161,7 @@ class OverlappedUpdates:
         assert self.complete, "the update before is not complete"
         if self._ahead is None:
             self._start(step, compute, gradients)
+            self._read_in(self._order)
         self._ahead = None
         self._on_complete = on_complete
         self._next = 0
@@ -140,7 +175,7 @@ class OverlappedUpdates:
     @property
     def active(self) -> bool:
         """Is there anything that could advance?"""
-        return self._pipeline is not None and not self._pipeline.idle
+        return self._read_ahead.active or (self._pipeline is not None and not self._pipeline.idle)
 
     @property
     def complete(self) -> bool:
@@ -150,6 +185,8 @@ class OverlappedUpdates:
     def issue(self, position: int) -> None:
         """Starts the updates of the pages that are first used up to `lookahead` positions after this one."""
         if self.complete:
+            self._begin_reading()
+            self._read_ahead.advance()
             return
         limit = position + self._plan.options.lookahead
         while self._next < len(self._order):
@@ -166,11 +203,11 @@ class OverlappedUpdates:
 
     def advance(self) -> bool:
         """Does what can be done without waiting. Returns whether anything moved."""
-        if self._pipeline is None:
-            return False
-        moved = self._guarded(self._pipeline.advance)
-        self._finish_if_done()
-        return bool(moved)
+        moved = False
+        if self._pipeline is not None:
+            moved = bool(self._guarded(self._pipeline.advance))
+            self._finish_if_done()
+        return self._read_ahead.advance() or moved
 
     def is_due(self, page_index: int) -> bool:
         if self.complete or self._pipeline is None:
@@ -207,7 +244,7 @@ class OverlappedUpdates:
         if self.complete or self._owed or self._pipeline is None or not self._pipeline.idle:
             return
         done, self._on_complete = self._on_complete, None
-        self._pipeline = None
+        self._pipeline, self._expected = None, False
         assert done is not None
         done()
 
@@ -224,6 +261,7 @@ class OverlappedUpdates:
         """Waits for transfers; what was not computed is owed again, to be read anew, and what ran ahead is undone."""
         if self._ahead is not None:
             self.undo()
+        self.cancel()
         if self._pipeline is None:
             return
         left, lost = self._pipeline.abandon()

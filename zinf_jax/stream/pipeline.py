@@ -12,6 +12,7 @@ import collections
 from collections.abc import Callable, Iterable
 
 from zinf_jax.plan import Chunk
+from zinf_jax.stream.ahead import ReadAhead
 from zinf_jax.stream.chunks import ChunkFrame, ChunkIO
 from zinf_jax.stream.gradients import Collected
 
@@ -39,6 +40,7 @@ class ChunkPipeline:
       write: False: the bytes are only looked at.
       may_write: Says whether a page may be written now; `wait_to_write` blocks until it may.
       on_written: Told the bytes of each chunk whose new version is complete.
+      ahead: Has filled frames for some chunks, and shares the frames. None: nothing else uses them.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ChunkPipeline:
         may_write: Callable[[], bool] = lambda: True,
         wait_to_write: Callable[[], None] = lambda: None,
         on_written: Callable[[int], None] = lambda num_bytes: None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         self._io = io
         self._compute = compute
@@ -64,7 +67,8 @@ class ChunkPipeline:
         self._todo: collections.deque[_Task] = collections.deque()
         self._reading: collections.deque[_Task] = collections.deque()
         self._writing: list[_Task] = []
-        self._slots = list(range(io.num_frames - 1, -1, -1))
+        self._ahead = ahead or ReadAhead(io)
+        self._slots = self._ahead.slots
         self._waiting: collections.Counter[int] = collections.Counter()  # page -> chunks that are not computed
         self._open: collections.Counter[int] = collections.Counter()  # page -> chunks that are not written
 
@@ -135,13 +139,21 @@ class ChunkPipeline:
 
     def _start_reads(self) -> bool:
         moved = False
-        while self._todo and self._slots:
+        while self._todo:
             task = self._todo[0]
-            task.slot = self._slots[-1]
-            task.frame = self._io.start(
-                task.chunk, task.slot, gradients=self._gradients, read=self._read, held=task.held
-            )
-            self._slots.pop()
+            found = self._ahead.take(task.chunk)
+            stuck = found is None and not self._slots
+            # Frames that were filled for later chunks give way only where nothing else will free one.
+            if stuck and (self._reading or self._writing or not self._ahead.give_up()):
+                break
+            task.slot, record = found or (self._slots.pop(), None)
+            try:
+                task.frame = self._io.start(
+                    task.chunk, task.slot, gradients=self._gradients, read=self._read, held=task.held, record=record
+                )
+            except BaseException:
+                self._slots.append(task.slot)
+                raise
             self._reading.append(self._todo.popleft())
             moved = True
         return moved

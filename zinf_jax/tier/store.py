@@ -164,6 +164,11 @@ class PageStore:
         """Starts filling `array` (uint8) with the newest version of a page's chunk number `number`."""
         return self._start("read", kind, [self.extents[kind].first[page] + number], array, name)
 
+    def newest(self, kind: str, page: int, number: int) -> tuple[int, int]:
+        """Where the newest version of a page's chunk is, and its number: changes whenever the chunk does."""
+        index, table = self.extents[kind].first[page] + number, self.versions.working[kind]
+        return int(table.bank[index]), int(table.version[index])
+
     # --- writing ------------------------------------------------------------------------------------------------
 
     def write_page(self, kind: str, page: int, array: np.ndarray, name: str) -> PendingIO:
