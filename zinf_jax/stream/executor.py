@@ -15,7 +15,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 from zinf_jax.graph.types import UnitGraph, ValueId
 from zinf_jax.plan import Phase, Plan, Position
 from zinf_jax.stream.gradients import GradientCollector
+from zinf_jax.stream.held import Held
 from zinf_jax.stream.overlap import OverlappedUpdates
 from zinf_jax.stream.pager import Pager
 from zinf_jax.stream.programs import UnitExecutables
@@ -36,14 +36,6 @@ from zinf_jax.stream.trace import Lane
 
 Key = tuple[ValueId, int]  # value, micro-batch
 _POLL_S = 0.002  # between looks at the device while an update is under way: little beside a program, or a chunk
-
-
-def _device_bytes(array: Any) -> int:
-    """Over this process's devices."""
-    if not isinstance(array, jax.Array) or array.is_deleted():
-        return 0
-    shard = array.sharding.shard_shape(array.shape)
-    return math.prod(shard) * array.dtype.itemsize * len(array.sharding.addressable_devices)
 
 
 @dataclasses.dataclass
@@ -101,9 +93,7 @@ class Executor:
         self._sum = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
         self._add = jax.jit(jnp.add, donate_argnums=0)
         self.weight_unit = 1.0
-        self._values: dict[Key, Any] = {}
-        self._cotangents: dict[Key, Any] = {}
-        self._totals: dict[int, list[Any]] = {}
+        self._forget()
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         sizes = plan.shape.group_sizes
         starts = [sum(sizes[:g]) for g in range(len(sizes))]
@@ -128,7 +118,8 @@ class Executor:
         Returns:
           Per micro-batch, the graph's results, ready.
         """
-        self._values = {(v, m): x for m, inputs in enumerate(outer) for v, x in inputs.items()}
+        for micro, inputs in enumerate(outer):
+            self._keep(list(inputs), micro, list(inputs.values()))
         self._loss_scale = np.float32(seed)
         self.weight_unit = 1.0
         self._speculate, self._whole = speculate, set()
@@ -152,7 +143,10 @@ class Executor:
             self._abort()
             raise
         finally:
-            self._values, self._cotangents, self._totals = {}, {}, {}
+            self._forget()
+
+    def _forget(self) -> None:
+        self._values, self._cotangents, self._totals = Held(), Held(), Held()
 
     def _result(self, value: ValueId, micro: int) -> Any:
         """A result is the caller's to keep: an input that is passed through may alias the memory of the batch."""
@@ -208,8 +202,8 @@ class Executor:
 
     def _note_memory(self) -> None:
         """Device bytes now: the arrays that are held, and what the programs in flight need beside them."""
-        held = [*self._values.values(), *self._cotangents.values(), *jax.tree.leaves(list(self._totals.values()))]
-        num_bytes = sum(_device_bytes(x) for x in held) + sum(p.output_bytes for p in self._in_flight)
+        num_bytes = self._values.num_bytes + self._cotangents.num_bytes + self._totals.num_bytes
+        num_bytes += sum(p.output_bytes for p in self._in_flight)
         num_bytes += max((p.temp_bytes for p in self._in_flight), default=0)  # they run one after the other
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, num_bytes)
 
@@ -287,13 +281,13 @@ class Executor:
             key = (value, micro)
             old = self._cotangents.get(key)
             self._cotangents[key] = cotangent if old is None else self._add(old, cotangent)
-        total = self._totals.pop(position.unit, None)
+        total = self._totals.pop(position.unit)
         if rows:
             self._totals[position.unit] = rows if total is None else self._sum(total, rows)
         last = micro == self._micros[position.group][-1]
-        waits = (self._totals.get(position.unit, ()), [self._cotangents[(v, micro)] for v in targets])
+        waits = (self._totals.get(position.unit) or (), [self._cotangents[(v, micro)] for v in targets])
         if last:
-            self._totals.pop(position.unit, None)
+            self._totals.pop(position.unit)
         if last and not self._pager.aliases:
             for array in waits[0]:
                 array.copy_to_host_async()  # on its own stream, while the next unit computes
@@ -335,7 +329,7 @@ class Executor:
             assert self._residuals is not None
             self._residuals.put(value, micro, self._values.pop((value, micro)))
         for value in self._last_reads.get(position.index, ()):
-            self._values.pop((value, micro), None)
+            self._values.pop((value, micro))
 
     def _run_ahead(self, position: Position) -> None:
         """Hands pages whose gradient is whole, and that nothing in this step reads again, to the update."""
