@@ -47,6 +47,9 @@ class ChunkIO:
       gradient_dtype: Of the collected gradients.
       arena, store, pager: Where bytes are.
       counters: Told about stalls.
+
+    Attributes:
+      peak_frames: Most frames that were in use at once.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ChunkIO:
         self._store = store
         self._pager = pager
         self._counters = counters
+        self.peak_frames = 0
 
     @property
     def num_frames(self) -> int:
@@ -164,6 +168,7 @@ class ChunkIO:
     ) -> tuple[np.ndarray, int]:
         """The next bytes of a slot's frame, and the read that fills them."""
         num_bytes = (chunk.stop - chunk.start) * item
+        self.peak_frames = max(self.peak_frames, slot + 1)  # slots are taken from the lowest up
         span = FrameSpan(self._plan.update_offset + slot * self._plan.chunk_frame_bytes, self._plan.chunk_frame_bytes)
         target = self._arena.view(span.part(used, num_bytes))
         if read:

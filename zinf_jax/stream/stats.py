@@ -45,7 +45,7 @@ class Stats:
       total_*: The same since the start.
       process_nvme_bytes_written: By the I/O engine since it was opened, initialising and restoring pages included.
         Checkpoints are not: they may lie on another drive.
-      peak_host_bytes: Most arena bytes leased at once (resident ones included).
+      peak_host_bytes: Most arena bytes in use: leased at once, resident, and frames of the update.
       peak_device_bytes: Most bytes of device arrays seen alive, plus the largest program's temporaries.
       peak_rss_bytes: Of the process (VmHWM).
     """

@@ -52,12 +52,13 @@ class Account:
     def stats(self, engine: StreamEngine, *, updates_undone: int) -> Stats:
         known = {f.name for f in dataclasses.fields(Stats)}
         counted: dict[str, Any] = {k: v for k, v in (self._last | self._totals).items() if k in known}
-        arena = engine.arena
+        arena, plan = engine.arena, engine.plan
+        frames = engine.io.peak_frames * plan.chunk_frame_bytes if plan.overlaps else 0  # else where the passes' are
         return Stats(
             num_steps=self._num_steps,
             updates_undone=updates_undone,
             process_nvme_bytes_written=engine.store.statistics().bytes_written,
-            peak_host_bytes=arena.num_bytes if engine.plan.resident else arena.peak_leased_bytes,
+            peak_host_bytes=arena.num_bytes if plan.resident else arena.peak_leased_bytes + frames,
             peak_device_bytes=engine.counters.peak_device_bytes,
             peak_rss_bytes=peak_rss_bytes(),
             **counted,
