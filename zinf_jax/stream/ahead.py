@@ -34,13 +34,13 @@ class ReadAhead:
 
     def __init__(self, io: ChunkIO) -> None:
         self._io = io
-        self._todo: collections.deque[Chunk] = collections.deque()
+        self._todo: collections.OrderedDict[Chunk, None] = collections.OrderedDict()
         self._filled: dict[Chunk, tuple[int, PendingIO, object]] = {}  # frame, read, version; in the order of use
         self.slots = list(range(io.num_frames - 1, -1, -1))
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """The order of the updates to come. The versions before them are written. What is filled already stays."""
-        self._todo = collections.deque(chunk for chunk in chunks if self._io.has_record(chunk))
+        self._todo = collections.OrderedDict.fromkeys(chunk for chunk in chunks if self._io.has_record(chunk))
 
     @property
     def active(self) -> bool:
@@ -51,7 +51,7 @@ class ReadAhead:
         """Starts what can be started without waiting. Returns whether anything was."""
         moved = False
         while self._todo and self.slots and self._num_in_flight() < MAX_IN_FLIGHT:
-            chunk = self._todo.popleft()
+            chunk, _ = self._todo.popitem(last=False)
             if chunk in self._filled:
                 continue
             slot = self.slots[-1]
@@ -69,8 +69,7 @@ class ReadAhead:
 
         A chunk that is asked for is not read ahead any more.
         """
-        with contextlib.suppress(ValueError):
-            self._todo.remove(chunk)
+        self._todo.pop(chunk, None)
         if chunk not in self._filled:
             return None
         slot, read, version = self._filled.pop(chunk)

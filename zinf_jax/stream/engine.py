@@ -293,8 +293,8 @@ class StreamEngine:
         self.record, self.options = setup.record, setup.options
         self.counters = Counters()
         # A buffer that is given back and taken again costs page faults; one that is kept may leave a hole. Where values
-        # wait for backward between temporaries of their size, a threshold of 1 MiB leaves none and costs a tenth of the
-        # step (125M), 8 MiB leaves 70 MiB (which the plan counts), glibc's own 200 MiB. Without them 4 MiB is as fast.
+        # wait for backward between temporaries of their size, a threshold of 8 MiB leaves 70 MiB more than one of 1
+        # MiB (which the plan counts), and glibc's own 200 MiB. Without such values 4 MiB is as fast as 8.
         saves = any(unit.saved for unit in setup.program.graph.units)
         return_freed_memory(8 << 20 if saves else 4 << 20)
         self.plan = setup.plan()
