@@ -77,7 +77,7 @@ OPTIONS = st.builds(
     chunk_bytes=st.sampled_from([1, 100_000, MIB]),
     num_chunk_frames=st.integers(1, 4),
     update_overlap=st.sampled_from(["none", "next_forward", "auto"]),
-    ahead_bytes=st.sampled_from([0, 30 * PAGE, 1 << 40]),
+    read_ahead=st.booleans(),
 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import zinf_jax as zinf
 from tests.plan.shapes import GIB, MIB, OPTIONS, PAGE, hardware, page, plan, stack, steps
-from zinf_jax.plan import BYTES_OF, PlacementOptions, StreamOptions, Tier, plan_evaluation
+from zinf_jax.plan import BYTES_OF, PlacementOptions, StreamOptions, Tier, plan_evaluation, planner
 from zinf_jax.plan.placement import floor_tiers, promote
 from zinf_jax.plan.plan import PROCESS_SLACK_BYTES
 from zinf_jax.units import format_bytes
@@ -80,7 +80,7 @@ def test_a_plan_fits_its_budget_or_is_refused(shape, options, tiers, cache, host
 def test_the_least_memory_is_enough_and_so_is_more(shape, options, tiers, cache, more):
     """What a plan without any cache needs is what the refusal names; with it, or with more, the run is accepted."""
     tiers |= {kind: Tier.NVME for kind, tier in tiers.items() if tier is None and kind != "residuals"}
-    least = dataclasses.replace(options, ahead_bytes=0)
+    least = dataclasses.replace(options, read_ahead=False)
     needed = plan(shape, hardware(1 << 60), least, **tiers).host_bytes
     assert plan(shape, hardware(needed + more, cache_pages=cache), options, **tiers).host_bytes <= needed + more
     if needed:
@@ -201,26 +201,29 @@ def test_auto_fills_the_budget_weights_first():
         assert on_host(200 * MIB, cache_pages=cache) == {"weights": 12, "gradients": 12, "optimizer": 12}
 
 
-def test_frames_for_records_that_are_read_ahead():
-    """Up to half of the records where nobody gave a budget, half of what a budget leaves; never more than chunks."""
+def test_frames_for_records_that_are_read_ahead(monkeypatch):
+    """Half of what a budget leaves; without one up to half of the records, and a limit; never more than chunks."""
     shape = stack(20)  # 22 pages
     options = StreamOptions(chunk_bytes=100_000, update_overlap="next_forward")
+    ahead = dataclasses.replace(options, read_ahead=True)
     least = plan(shape, hardware(1 << 60), options, **NVME)
-    size = least.chunk_frame_bytes
+    size, count = least.chunk_frame_bytes, least.num_chunk_frames
     records = sum(p.record_bytes for p in shape.pages)
 
-    def more(limit, **machine):
-        found = plan(shape, hardware(**machine), dataclasses.replace(options, ahead_bytes=limit), **NVME)
-        assert found.host_bytes - least.host_bytes <= limit
-        return found.num_chunk_frames - least.num_chunk_frames
+    def more(**machine):
+        found = plan(shape, hardware(**machine), ahead, **NVME)
+        if "cache_pages" not in machine:  # what is left then goes to weights
+            assert found.host_bytes - least.host_bytes == (found.num_chunk_frames - count) * size
+        return found.num_chunk_frames - count
 
-    assert more(0) == more(size - 1) == 0 and more(3 * size) == 3
-    assert more(1 << 40) == records // 2 // size < len(least.chunks) - least.num_chunk_frames
-    assert more(1 << 40, cache_pages=True) == len(least.chunks) - least.num_chunk_frames
-    assert more(1 << 40, host=least.host_bytes + 10 * size, cache_pages=True) == 5
-    assert more(1 << 40, host=least.host_bytes) == 0
-    none = dataclasses.replace(options, update_overlap="none", ahead_bytes=1 << 40)
-    assert plan(shape, options=none, **NVME).num_chunk_frames == 4
+    assert more() == records // 2 // size < len(least.chunks) - count
+    assert more(host=least.host_bytes + 3 * size) == 3
+    assert more(cache_pages=True) == len(least.chunks) - count
+    assert more(host=least.host_bytes + 10 * size, cache_pages=True) == 5
+    assert more(host=least.host_bytes) == 0
+    assert plan(shape, options=dataclasses.replace(ahead, update_overlap="none"), **NVME).num_chunk_frames == count
+    monkeypatch.setattr(planner, "AHEAD_BYTES", 7 * size)
+    assert more() == 7
 
 
 def test_a_budget_saves_fetches_and_the_prediction_says_so():

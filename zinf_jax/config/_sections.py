@@ -104,7 +104,8 @@ class Streaming(Section):
     num_chunk_frames: Positive | None = None
     """Optimizer chunks in host memory at once (read, update, write). Host bytes: num_chunk_frames x chunk_bytes.
     1 is sequential. `auto`: 4, or 2 where host_memory has no room for more; and, for records that are read beside
-    backward before their update is due, half of what host_memory leaves, or without one up to 512 MiB."""
+    backward before their update is due, half of what host_memory leaves, or without one half of the records
+    and at most 512 MiB."""
     micro_batches_per_group: Positive | None = None
     """Micro-batches that run together per pass over the units. `auto`: all of a step. Part of the computation: the
     order of gradient sums depends on it, so the plan never changes it to save memory."""

@@ -15,6 +15,7 @@ from zinf_jax.plan.schedule import FRAME_ALIGN, Phase, Residency
 from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier, UnitShape
 from zinf_jax.units import ceil_to, format_bytes
 
+AHEAD_BYTES = 512 << 20  # of records read ahead, at most, where nobody gave a budget
 CHUNK_ELEMENTS = 4096  # chunks hold a multiple of it, so that each vector in a record is sector-aligned
 
 
@@ -174,14 +175,15 @@ class _Builder:
     ) -> int:
         """More frames for the update, so that records are read before it is asked for.
 
-        With a budget half of what is left: the rest saves reads of weights. Without one, at most half of the records.
+        With a budget half of what is left: the rest saves reads of weights. Without one, at most half of the records,
+        and `AHEAD_BYTES`.
         """
         records = sum(
             p.record_bytes for p, t in zip(self.shape.pages, tiers, strict=True) if t.optimizer is Tier.NVME
         )  # fmt: skip
-        if self.options.update_overlap == "none" or not records:
+        if not self.options.read_ahead or self.options.update_overlap == "none" or not records:
             return 0
-        limit = min(self.options.ahead_bytes, room // 2 if self.hardware.cache_pages else min(room, records // 2))
+        limit = room // 2 if self.hardware.cache_pages else min(room, records // 2, AHEAD_BYTES)
         return max(0, min(limit // frame_bytes, len(chunks) - num_frames))
 
     def _with_cache(

@@ -125,8 +125,7 @@ class StreamOptions:
       max_in_flight: Programs dispatched before the oldest output must be ready.
       chunk_bytes: Optimizer record bytes that are read, updated and written as one.
       num_chunk_frames: Chunks that have a frame at the same time (reading, updating, writing). 1 is synchronous.
-      ahead_bytes: Frames beyond those, for records that are read before their update is asked for: as many bytes as
-        there is room for. Where nobody gave a budget, half of the records at most.
+      read_ahead: More frames than those, where there is room, for records that are read before their update is due.
       micro_batches_per_group: 0 for all in one group (layer-major).
       update_overlap: When the update runs: "none" (after backward), "backward" (a page's chunks as soon as its gradient
         is complete, where that can be undone), "next_forward" (just before the page is next needed), or "auto" (the
@@ -149,7 +148,7 @@ class StreamOptions:
     write_through: bool = False
     update_hold: int = 0
     chunk_elements: int | None = None
-    ahead_bytes: int = 0
+    read_ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:
@@ -160,8 +159,6 @@ class StreamOptions:
             raise ConfigError(f"chunk_bytes must be positive, got {self.chunk_bytes}")
         if self.num_chunk_frames < 1:
             raise ConfigError(f"num_chunk_frames must be at least 1, got {self.num_chunk_frames}")
-        if self.ahead_bytes < 0:
-            raise ConfigError(f"ahead_bytes must be 0 or more, got {self.ahead_bytes}")
         if self.update_overlap not in UPDATE_OVERLAPS:
             raise ConfigError(
                 f"update_overlap must be one of {', '.join(UPDATE_OVERLAPS)}, got {self.update_overlap!r}"

@@ -85,7 +85,7 @@ class EngineOptions:
         yield self.stream
         if "update_overlap" not in self.lowered or self.stream.update_overlap == "none":
             return
-        smaller = dataclasses.replace(self.stream, update_overlap="next_forward", update_hold=0, ahead_bytes=0)
+        smaller = dataclasses.replace(self.stream, update_overlap="next_forward", update_hold=0)
         yield smaller
         least = {"num_chunk_frames": 2, "lookahead": 1, "chunk_bytes": smaller.chunk_bytes // 4}
         for names in (("num_chunk_frames",), tuple(least)):

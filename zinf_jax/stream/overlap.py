@@ -133,8 +133,10 @@ class OverlappedUpdates:
         """Once the update before is written, the next one's records can be read."""
         if self._expected or not self.complete:
             return
-        backwards = sorted(self._order, key=lambda page: (self._plan.last_uses.get(page, -1), page))
-        self._read_in(backwards if self._backwards else self._order)
+        order = self._order
+        if self._backwards:
+            order = sorted(order, key=lambda page: (self._plan.last_uses.get(page, -1), page))
+        self._read_in(order)
         self._expected = True
 
     def _read_in(self, order: Iterable[int]) -> None:

@@ -45,7 +45,6 @@ class Durability:
 
 
 SHARE_BYTES = 128 << 20
-AHEAD_BYTES = 512 << 20  # of records read ahead where nobody gave a budget
 LOWERED = ("update_overlap", "num_chunk_frames", "lookahead", "chunk_bytes")
 
 
@@ -57,15 +56,12 @@ def engine_options(config: Config, durability: Durability = Durability(0)) -> En
         value = getattr(placement, name)
         return None if value is None else Tier(value)
 
-    ahead_bytes = 0  # who says how many frames there are gets as many
-    if streaming.num_chunk_frames is None:
-        ahead_bytes = AHEAD_BYTES if config.host_memory is None else config.host_memory
     stream = {
         "lookahead": streaming.lookahead,
         "max_in_flight": streaming.max_in_flight,
         "chunk_bytes": streaming.chunk_bytes,
         "num_chunk_frames": streaming.num_chunk_frames,
-        "ahead_bytes": ahead_bytes,
+        "read_ahead": streaming.num_chunk_frames is None,  # who says how many frames there are gets as many
         "micro_batches_per_group": streaming.micro_batches_per_group,
         "update_overlap": streaming.update_overlap or "auto",
         "num_versions": 2 + streaming.num_retained if durability.every else 1,
