@@ -10,8 +10,11 @@ from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
 from zinf_jax.units import format_bytes
 
 PROCESS_SLACK_BYTES = 64 << 20
-KEPT_SLACK_BYTES = 64 << 20  # with a tenth of the values: holes in the C library's heap, where some of them are kept
 """What a process's own heap grows by while it trains: Python objects, allocator rounding."""
+HOLES_BYTES = 64 << 20
+"""With a tenth of the values: holes between those that wait for backward in the C library's heaps."""
+KEPT_BYTES = 256 << 20
+"""Likewise, where freed buffers are kept for the next step: in the heap of each thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +123,10 @@ class Plan:
     def peak_rss_bytes(self) -> int:
         """Of the process: what it held before, the arena, and on a CPU the device's memory too."""
         device = self.device_bytes if self.hardware.aliases else 0
-        if device and any(unit.saved for unit in self.shape.units):
-            device += device // 10 + KEPT_SLACK_BYTES
+        if device and not self.hardware.cache_pages:
+            device += device // 10 + KEPT_BYTES
+        elif device and any(unit.saved for unit in self.shape.units):
+            device += device // 10 + HOLES_BYTES
         return self.base_rss_bytes + PROCESS_SLACK_BYTES + self.host_bytes + device
 
     @property

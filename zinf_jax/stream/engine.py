@@ -29,6 +29,7 @@ from zinf_jax.plan import (
     UnitShape,
     make_plan,
 )
+from zinf_jax.stream import heap
 from zinf_jax.stream.ahead import ReadAhead
 from zinf_jax.stream.chunks import OPTIMIZER, ChunkIO
 from zinf_jax.stream.commit import Committer
@@ -42,7 +43,7 @@ from zinf_jax.stream.pipeline import ChunkPipeline, Compute
 from zinf_jax.stream.programs import UnitCompiler, UnitExecutables, can_turn
 from zinf_jax.stream.records import RecordFormat
 from zinf_jax.stream.residuals import RESIDUALS, ResidualStore
-from zinf_jax.stream.stats import Counters, return_freed_memory, rss_bytes
+from zinf_jax.stream.stats import Counters, rss_bytes
 from zinf_jax.stream.trace import Lane
 from zinf_jax.stream.updates import FusedUpdate
 from zinf_jax.tier import (
@@ -180,14 +181,12 @@ def step_program(
     for unit, exe in zip(graph.units, executables, strict=True):
         diff = graph.programs[unit.program].diff_pieces
         wanted = [p for p, d in zip(unit.pieces, diff, strict=True) if d] if unit.index in graph.backward else []
-        last, saved = exe.turn or exe.backward, sum(map(value_bytes, unit.saved))
         units.append(
             UnitShape(
                 unit.name, exe.binding.pages, tuple(dict.fromkeys(layout.where[p][0] for p in wanted)),
                 unit.inputs, unit.outputs, unit.saved,
-                forward_bytes=exe.forward.output_bytes - saved, backward_bytes=last.output_bytes if last else 0,
                 flops=unit.flops, backward_flops=unit.backward_flops,
-                forward_temp_bytes=exe.forward.temp_bytes, backward_temp_bytes=last.temp_bytes if last else 0,
+                **exe.sizes(saved_bytes=sum(map(value_bytes, unit.saved))),
             )
         )  # fmt: skip
     keys = {i for i, aval in enumerate(graph.values) if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)}
@@ -292,11 +291,10 @@ class StreamEngine:
         self.program, self.layout, self.topology = setup.program, setup.layout, setup.topology
         self.record, self.options = setup.record, setup.options
         self.counters = Counters()
-        # A buffer that is given back and taken again costs page faults; one that is kept may leave a hole. Where values
-        # wait for backward between temporaries of their size, a threshold of 8 MiB leaves 70 MiB more than one of 1
-        # MiB (which the plan counts), and glibc's own 200 MiB. Without such values 4 MiB is as fast as 8.
-        saves = any(unit.saved for unit in setup.program.graph.units)
-        return_freed_memory(8 << 20 if saves else 4 << 20)
+        if self.options.host_memory is None:
+            heap.keep_freed()
+        else:  # where values wait for backward between temporaries of their size, giving back less is 4% of a step
+            heap.return_freed(8 << 20 if any(unit.saved for unit in setup.program.graph.units) else 4 << 20)
         self.plan = setup.plan()
         self.arena = FrameArena(self.plan.arena_bytes, lock=self.options.lock)
         if not self.topology.aliases and (reason := self.arena.register(self.topology.mesh.local_devices[0].client)):

@@ -1,6 +1,5 @@
 """What a run measured: mutable counters with one owner, and the immutable record that callers see."""
 
-import ctypes
 import dataclasses
 import resource
 import time
@@ -10,7 +9,6 @@ from typing import Any
 
 from zinf_jax.stream.trace import Lane, Tracer, Transfer
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _CAUSES = {  # of stalls in a trace, by counter; others are called after theirs
     "read_stall_s": "read not complete",
     "write_stall_s": "write before reuse",
@@ -117,23 +115,6 @@ class Counters:
         """The counts since the last call."""
         values, self.values = self.values, {}
         return values
-
-
-def return_freed_memory(min_bytes: int) -> bool:
-    """Makes glibc give freed buffers of at least `min_bytes` back at once, for the whole process.
-
-    By itself it raises its mmap threshold to 32 MiB as buffers of such sizes are freed, and keeps what it gets back: at
-    125M parameters the process then held 110 MiB more than was in use. On the CPU backend XLA's temporaries come from
-    there, so without this a plan cannot bound the process.
-
-    Returns:
-      False where the C library has no such switch.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, min_bytes) and mallopt(_M_TRIM_THRESHOLD, 16 << 20))
 
 
 def peak_rss_bytes() -> int:
