@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from zinf_jax.errors import ConfigError
 from zinf_jax.graph import _jaxpr
@@ -100,7 +101,7 @@ class _Split:
             arrays, self._tree = jax.tree.flatten(pull)
             return [*outputs, *arrays]
 
-        self._block = _jaxpr.trace(run, *_avals(program)).block
+        self._block = _without_casts_to_itself(_jaxpr.trace(run, *_avals(program)).block)
         count = len(program.output_avals)
         outputs, self._arrays = self._block.outvars[:count], self._block.outvars[count:]
         first = len(program.piece_avals)
@@ -152,6 +153,29 @@ class _Split:
         env = dict(self._block.consts)
         env.update(zip(self._block.invars, (*pieces, *inputs, *operands), strict=True))
         return env
+
+
+def _without_casts_to_itself(block: _jaxpr.Block) -> _jaxpr.Block:
+    """Without reductions of a value's precision to the one it has.
+
+    JAX marks with them what a policy keeps, so that XLA keeps no more bits of it. Units are compiled so that it never
+    does, and each would be a copy.
+    """
+    env: dict[Any, Any] = {}
+    eqns = []
+    for eqn in block.eqns:
+        atoms = [_jaxpr.lookup(env, atom) for atom in eqn.invars]
+        if eqn.primitive.name == "reduce_precision" and _keeps_all(eqn):
+            env[eqn.outvars[0]] = atoms[0]
+        else:
+            eqns.append(_jaxpr.with_atoms(eqn, atoms, eqn.outvars))
+    results = tuple(_jaxpr.lookup(env, atom) for atom in block.outvars)
+    return dataclasses.replace(block, outvars=results, eqns=tuple(eqns))
+
+
+def _keeps_all(eqn: Any) -> bool:
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return bool(eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant)
 
 
 def _names(block: _jaxpr.Block) -> set[str]:
