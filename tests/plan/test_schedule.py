@@ -1,11 +1,13 @@
 """The schedule: whatever the order of uses, a page is in its frame when it is read, and two things never share one."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zinf_jax as zinf
-from tests.plan.shapes import OPTIONS, PAGE, stack, steps
+from tests.plan.shapes import GIB, OPTIONS, PAGE, stack, steps
 from zinf_jax.plan import Phase, Residency, StreamOptions
 from zinf_jax.plan import schedule as sch
 
@@ -145,6 +147,35 @@ def test_spilled_residuals_leave_and_come_back_once_per_micro_batch(shape, optio
     )
     plain = sch.device_peak(shape, positions, lives, options, spilled=frozenset(), kept_gradients={})
     assert sch.device_peak(shape, positions, lives, options, spilled=long, kept_gradients={}) <= plain
+
+
+@pytest.mark.parametrize(("max_in_flight", "alive"), [(1, 2), (2, 2), (3, 3)])
+def test_casts_of_the_next_unit_are_made_while_one_runs(max_in_flight, alive):
+    assert device_peak(max_in_flight, cast_bytes=GIB) == device_peak(max_in_flight) + alive * GIB
+
+
+def test_gradients_are_made_beside_the_next_backward():
+    """Each kind of program runs one after the other, and the one beside the other."""
+    plain = device_peak()
+    assert device_peak(gradient_temp_bytes=GIB) == plain + GIB
+    assert device_peak(backward_temp_bytes=GIB) == plain + GIB
+    assert device_peak(backward_temp_bytes=GIB, gradient_temp_bytes=GIB) == plain + 2 * GIB
+
+
+def test_a_sum_over_micro_batches_is_of_gradients_alone():
+    """What crosses to the program that makes them is given up with it."""
+    outputs = {"backward_bytes": 3 * GIB}
+    assert device_peak(groups=(2,), **outputs, crossing_bytes=GIB) == device_peak(groups=(2,), **outputs) - 2 * GIB
+    assert device_peak(**outputs, crossing_bytes=GIB) == device_peak(**outputs)
+
+
+def device_peak(max_in_flight=2, groups=(1,), **sizes):
+    """Of six equal layers with these sizes."""
+    shape = stack(6, groups=groups)
+    shape = dataclasses.replace(shape, units=tuple(dataclasses.replace(unit, **sizes) for unit in shape.units))
+    positions, options = sch.positions_of(shape), StreamOptions(max_in_flight=max_in_flight)
+    lives = sch.value_lives(shape, positions)
+    return sch.device_peak(shape, positions, lives, options, spilled=frozenset(), kept_gradients={})
 
 
 RESIDENCIES = st.lists(

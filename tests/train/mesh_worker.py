@@ -54,6 +54,8 @@ def collectives() -> dict[str, dict[str, list[str]]]:
         with zinf.Trainer(blocks.loss, params, zinf.optim.adamw(1e-2), config, mesh=mesh(4)) as trainer:
             trainer.prepare(blocks.batch())
             found[str(stage)] = {}
+            # Programs with collectives that ran side by side could wait for each other.
+            assert all(exe.casts is exe.gradients is None for exe in trainer._engine.program.executables)
             for phase in ("forward", "backward"):
                 units = zip(trainer._engine.program.graph.units, trainer._engine.program.executables, strict=True)
                 # Blocks only: XLA may gather or reduce small things around the embedding and the loss as it likes.

@@ -282,6 +282,29 @@ def run(eqns: Sequence[Eqn], env: dict[Var, Any]) -> None:
         env.update(zip(eqn.outvars, bind(eqn, [value_of(env, atom) for atom in eqn.invars]), strict=True))
 
 
+def flat(block: Block) -> Block:
+    """The block with everything that only calls (`inlined_body`) replaced by what it calls."""
+    eqns: list[Eqn] = []
+    consts = dict(block.consts)
+
+    def emit(block: Block, args: Sequence[Atom]) -> list[Atom]:
+        env: dict[Var, Atom] = dict(zip(block.invars, args, strict=True))
+        consts.update(block.consts)
+        for eqn in block.eqns:
+            atoms = [lookup(env, atom) for atom in eqn.invars]
+            body = inlined_body(eqn)
+            if body is not None:
+                outs = emit(body, atoms)
+            else:
+                outs = [fresh_like(var) for var in eqn.outvars]
+                eqns.append(with_atoms(eqn, atoms, outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [lookup(env, atom) for atom in block.outvars]
+
+    results = emit(block, block.invars)
+    return Block(block.invars, tuple(results), tuple(eqns), tuple(consts.items()))
+
+
 def evaluate(block: Block, *args: Any) -> list[Any]:
     """Evaluates a block on arrays or tracers."""
     env: dict[Var, Any] = dict(block.consts)

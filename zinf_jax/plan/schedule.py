@@ -326,15 +326,18 @@ def device_peak(
         _add(load, position.index, position.index + hold, num_bytes)
         micros = shape.group_sizes[position.group]
         if backward and micros > 1:  # the sum so far, beside the gradients of each program in flight
-            _add(load, position.index, position.index + 1, num_bytes * min(micros, hold))
+            _add(load, position.index, position.index + 1, (num_bytes - unit.crossing_bytes) * min(micros, hold))
         if backward:
             new = [p for p in unit.gradient_pages if p in kept_gradients and p not in done]
             done.update(new)
             _add(load, position.index, len(load), sum(kept_gradients[p] for p in new))
-    temporary = [0] * len(load)
+        _add(load, max(0, position.index - 1), position.index + max(1, hold - 1), unit.cast_bytes)
+    temporary, beside = [0] * len(load), [0] * len(load)
     for position in positions:
         unit = shape.units[position.unit]
-        num_bytes = unit.forward_temp_bytes if position.phase is Phase.FORWARD else unit.backward_temp_bytes
+        backward = position.phase is not Phase.FORWARD
+        num_bytes = unit.backward_temp_bytes if backward else unit.forward_temp_bytes
         for t in range(position.index, min(position.index + hold, len(load))):
             temporary[t] = max(temporary[t], num_bytes)
-    return max((a + b for a, b in zip(load, temporary, strict=True)), default=0)
+            beside[t] = max(beside[t], unit.gradient_temp_bytes if backward else 0)
+    return max(map(sum, zip(load, temporary, beside, strict=True)), default=0)

@@ -44,6 +44,9 @@ class UnitShape:
       flops, backward_flops: Of the two programs, one micro-batch.
       forward_temp_bytes, backward_temp_bytes: What it needs while it runs. Programs run one after the other, so only
         one program's temporaries are there at a time, whatever is in flight.
+      gradient_temp_bytes: Likewise, where the gradients of its weights are made by a program that runs beside others.
+      crossing_bytes: Of `backward_bytes`, what that program is given.
+      cast_bytes: Its weights in a wider dtype, where they are cast apart: while the unit before runs.
     """
 
     name: str
@@ -58,6 +61,9 @@ class UnitShape:
     backward_flops: int
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
+    gradient_temp_bytes: int = 0
+    crossing_bytes: int = 0
+    cast_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Hardware:
     Attributes:
       device_memory, host_memory: Budgets in bytes for everything that this run keeps there.
       cache_pages: Use what `host_memory` leaves to keep streamed pages between uses. False where nobody gave a budget:
-        memory then does not grow with the number of layers.
+        memory then does not grow with the number of layers, and what the process frees it keeps for its next step.
       aliases: Device arrays share host memory (the CPU backend): a fetch copies nothing.
       read_gbps, write_gbps, mixed_gbps: NVMe; `mixed` is reads plus writes when both run.
       flops: Rate of the device in FLOP/s.

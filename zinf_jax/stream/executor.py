@@ -1,9 +1,9 @@
 """The passes over the units: one compiled program after the other, with every transfer running ahead of it.
 
 Guarantees:
-  * Only the main thread dispatches programs, in schedule order. At most `max_in_flight` are dispatched before the
-    oldest one's outputs are ready; whatever happens at the end of a program (its gradients leave, its residuals are
-    spilled, its pages' frames become free) happens then, in order.
+  * Programs are dispatched in schedule order, the casts and the weight gradients that units have apart beside them. At
+    most `max_in_flight` are dispatched before the oldest one's outputs are ready; whatever happens at the end of a
+    program (its gradients leave, its residuals are spilled, its pages' frames become free) happens then, in order.
   * Micro-batches run inside the loop over units: a page is fetched once per pass, a unit's gradient is summed on
     the device, in micro-batch order, and leaves once.
   * While it waits for the device it lets updates advance. A page is acquired only after its owed update; pages whose
@@ -29,8 +29,9 @@ from zinf_jax.stream.gradients import GradientCollector
 from zinf_jax.stream.held import Held
 from zinf_jax.stream.overlap import OverlappedUpdates
 from zinf_jax.stream.pager import Pager
-from zinf_jax.stream.programs import UnitExecutables
+from zinf_jax.stream.programs import Executable, UnitExecutables
 from zinf_jax.stream.residuals import ResidualStore
+from zinf_jax.stream.side_lane import SideLane
 from zinf_jax.stream.stats import Counters
 from zinf_jax.stream.trace import Lane
 
@@ -40,12 +41,13 @@ _POLL_S = 0.002  # between looks at the device while an update is under way: lit
 
 @dataclasses.dataclass
 class _InFlight:
-    """A dispatched program: what to wait for, and what to do then."""
+    """A dispatched program, with the one that was split off it: what to wait for, and what to do then."""
 
     outputs: Any
     output_bytes: int
     temp_bytes: int
     retire: Callable[[], None]
+    beside_bytes: int = 0
     name: str = ""
 
 
@@ -93,6 +95,7 @@ class Executor:
         self._sum = jax.jit(lambda xs, ys: [x + y for x, y in zip(xs, ys, strict=True)], donate_argnums=0)
         self._add = jax.jit(jnp.add, donate_argnums=0)
         self.weight_unit = 1.0
+        self._before, self._beside = SideLane("casts"), SideLane("gradients")
         self._forget()
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         sizes = plan.shape.group_sizes
@@ -146,7 +149,7 @@ class Executor:
             self._forget()
 
     def _forget(self) -> None:
-        self._values, self._cotangents, self._totals = Held(), Held(), Held()
+        self._values, self._cotangents, self._totals, self._casts = Held(), Held(), Held(), Held()
 
     def _result(self, value: ValueId, micro: int) -> Any:
         """A result is the caller's to keep: an input that is passed through may alias the memory of the batch."""
@@ -166,6 +169,9 @@ class Executor:
         for program in self._in_flight:
             with contextlib.suppress(Exception):  # the step's first error is what the caller sees
                 jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
+        for casts in self._casts.values():  # they read frames too
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(casts)
         self._in_flight.clear()
         self._pager.abort()
         if self._gradients is not None:
@@ -183,28 +189,50 @@ class Executor:
             self._residuals.issue(position.index)
         executables = self._executables[position.unit]
         pages = [self._pager.acquire(page) for page in executables.binding.pages]
+        if position.index not in self._casts:
+            self._cast(position.index, executables, pages)
+        casts = self._casts[position.index]
         name = f"{position.phase} {self._graph.units[position.unit].name}"
         for micro in self._micros[position.group]:
             self._drain(self._plan.options.max_in_flight - 1)
             start = time.perf_counter()
             if position.phase is Phase.FORWARD:
-                self._forward(position, micro, executables, pages)
+                self._forward(position, micro, executables, pages, casts)
             else:
-                self._backward(position, micro, executables, pages)
+                self._backward(position, micro, executables, pages, casts)
             program = self._in_flight[-1]
             program.name = name
             self._counters.tracer.until_ready(Lane.DEVICE_COMPUTE, name, start, program.outputs, micro=micro)
             self._note_memory()
         if position.index + 1 < len(self._plan.positions) and self._plan.options.lookahead:
-            following = self._plan.positions[position.index + 1]
-            for page in self._executables[following.unit].binding.pages:
-                self._pager.prepare(page)
+            self._prepare(self._plan.positions[position.index + 1])
+
+    def _prepare(self, following: Position) -> None:
+        """While a position's programs run: copies the next one's pages to the device, if they are there, and casts."""
+        executables = self._executables[following.unit]
+        pages = [self._pager.prepare(page) for page in executables.binding.pages]
+        if executables.casts is not None and all(page is not None for page in pages):
+            self._drain(max(1, self._plan.options.max_in_flight - 1))
+            self._cast(following.index, executables, pages)
+            self._note_memory()
+
+    def _cast(self, position: int, executables: UnitExecutables, pages: list[Any]) -> None:
+        """Makes a position's casts, in the memory of those that are the oldest, which nothing in flight reads."""
+        oldest = self._casts.pop(position - max(2, self._plan.options.max_in_flight))
+        if executables.casts is None or executables.recasts is None:
+            self._casts[position] = []
+        elif oldest and executables.can_recast(oldest):
+            self._casts[position] = self._before.run(executables.recasts.call, pages, oldest)
+        else:
+            self._casts[position] = self._before.run(executables.casts.call, pages)
 
     def _note_memory(self) -> None:
         """Device bytes now: the arrays that are held, and what the programs in flight need beside them."""
         num_bytes = self._values.num_bytes + self._cotangents.num_bytes + self._totals.num_bytes
         num_bytes += sum(p.output_bytes for p in self._in_flight)
+        num_bytes += self._casts.num_bytes
         num_bytes += max((p.temp_bytes for p in self._in_flight), default=0)  # they run one after the other
+        num_bytes += max((p.beside_bytes for p in self._in_flight), default=0)
         self._counters.peak_device_bytes = max(self._counters.peak_device_bytes, num_bytes)
 
     def _release(self, position: int) -> None:
@@ -249,33 +277,41 @@ class Executor:
         self._values[(value, micro)] = self._values[(result, micro - 1)]
         return self._values[(value, micro)]
 
-    def _forward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
+    def _forward(self, position: Position, micro: int, executables: UnitExecutables, *weights: list[Any]) -> None:
         unit = self._graph.units[position.unit]
         operands = [self._operands[i] for i in unit.operands]
-        outputs = executables.forward.call(pages, self._arrays(unit.inputs, micro), operands)
+        outputs = executables.forward.call(*weights, self._arrays(unit.inputs, micro), operands)
         self._keep(unit.outputs, micro, outputs)
         size = self._plan.shape.units[position.unit]
         retire = functools.partial(self._retire, position, micro)
         self._in_flight.append(_InFlight(outputs, size.forward_bytes, size.forward_temp_bytes, retire))
 
-    def _backward(self, position: Position, micro: int, executables: UnitExecutables, pages: list[Any]) -> None:
+    def _backward(self, position: Position, micro: int, executables: UnitExecutables, *weights: list[Any]) -> None:
         unit = self._graph.units[position.unit]
         program = self._graph.programs[unit.program]
         operands = [self._operands[i] for i in unit.operands]
         inputs = self._arrays(unit.inputs, micro)
+        main: Executable | None
+        rest: list[Any]
         if position.phase is Phase.TURN:
-            assert executables.turn is not None
-            outputs, rows, back = executables.turn.call(pages, inputs, operands, self._loss_scale)
-            self._keep(unit.outputs, micro, outputs)
+            main, rest = executables.turn, [self._loss_scale]
         else:
-            assert executables.backward is not None
             saved = self._arrays(unit.saved, micro)
             cotangents = [
                 self._take_cotangent(value, micro)
                 for value, diff in zip(unit.outputs, program.diff_outputs, strict=True)
                 if diff
             ]
-            rows, back = executables.backward.call(pages, inputs, operands, saved, cotangents)
+            main, rest = executables.backward, [saved, cotangents]
+        assert main is not None
+        arguments = (*weights, inputs, operands, *rest)
+        outputs, back, rows = main.call(*arguments)
+        if position.phase is Phase.TURN:
+            self._keep(unit.outputs, micro, outputs)
+        add: Callable[..., Any] = self._sum
+        if executables.gradients is not None:
+            rows = self._beside.run(executables.gradients.call, rows, *arguments)
+            add = functools.partial(self._beside.run, self._sum)
         targets = [value for value, diff in zip(unit.inputs, program.diff_inputs, strict=True) if diff]
         for value, cotangent in zip(targets, back, strict=True):
             key = (value, micro)
@@ -283,7 +319,7 @@ class Executor:
             self._cotangents[key] = cotangent if old is None else self._add(old, cotangent)
         total = self._totals.pop(position.unit)
         if rows:
-            self._totals[position.unit] = rows if total is None else self._sum(total, rows)
+            self._totals[position.unit] = rows if total is None else add(total, rows)
         last = micro == self._micros[position.group][-1]
         waits = (self._totals.get(position.unit) or (), [self._cotangents[(v, micro)] for v in targets])
         if last:
@@ -293,7 +329,9 @@ class Executor:
                 array.copy_to_host_async()  # on its own stream, while the next unit computes
         size = self._plan.shape.units[position.unit]
         retire = functools.partial(self._retire, position, micro, waits[0] if last and rows else ())
-        self._in_flight.append(_InFlight(waits, size.backward_bytes, size.backward_temp_bytes, retire))
+        self._in_flight.append(
+            _InFlight(waits, size.backward_bytes, size.backward_temp_bytes, retire, size.gradient_temp_bytes)
+        )
 
     def _take_cotangent(self, value: ValueId, micro: int) -> Any:
         if value == self._graph.loss and (value, micro) not in self._cotangents:

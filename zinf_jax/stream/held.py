@@ -46,6 +46,10 @@ class Held:
         """None where it is not held."""
         return self._arrays.get(key)
 
+    def values(self) -> list[Any]:
+        """All that is held."""
+        return list(self._arrays.values())
+
     def pop(self, key: Hashable) -> Any:
         """Gives it up. None where it is not held."""
         self.num_bytes -= self._sizes.pop(key, 0)

@@ -186,13 +186,15 @@ class Pager:
                 )
         return self._handles[page_index]
 
-    def prepare(self, page_index: int) -> None:
-        """Starts the copy to the device if the page's bytes are there already: it then overlaps with compute."""
+    def prepare(self, page_index: int) -> jax.Array | None:
+        """What `acquire` gives if the page's bytes are there already, so that its copy to the device overlaps with
+        compute. Else None."""
         read = self._reads.get(page_index)
         there = page_index in self._resident or page_index in self._spans
         due = self._updates is not None and self._updates.is_due(page_index)
         if there and not due and (read is None or read.done()):
-            self.acquire(page_index)
+            return self.acquire(page_index)
+        return None
 
     def holds(self, page_index: int) -> bool:
         """Is a streamed page in a frame, or on its way there?"""

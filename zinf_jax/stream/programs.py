@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from zinf_jax.graph.apart import Apart
+from zinf_jax.graph.casts import Cast, given_casts, parameter_casts
 from zinf_jax.graph.types import Program, Unit, UnitGraph, ValueId
 from zinf_jax.leaves import Leaf
 from zinf_jax.tier import Layout, Page, Segment, Topology, from_rows, to_rows
@@ -119,20 +121,54 @@ class UnitExecutables:
 
     Attributes:
       binding: Its pages.
-      forward: (pages, inputs, operands) -> outputs.
-      backward: (pages, inputs, operands, saved, cotangents) -> (gradient rows, input cotangents). None where nothing is
-        differentiated, or where `turn` does it.
-      turn: (pages, inputs, operands, seed) -> (outputs, gradient rows, input cotangents).
+      casts: (pages) -> cast pieces, which the others take: once for all micro-batches of a pass. None where there are
+        none.
+      recasts: (pages, cast pieces of a like unit) -> cast pieces, in the memory of those.
+      cast_avals: What they give.
+      forward: (pages, cast pieces, inputs, operands) -> outputs.
+      backward: (pages, cast pieces, inputs, operands, saved, cotangents) -> ([], input cotangents, gradient rows). None
+        where nothing is differentiated, or where `turn` does it.
+      turn: (pages, cast pieces, inputs, operands, seed) -> (outputs, input cotangents, gradient rows).
+      gradients: (crossing, and what `backward` or `turn` took) -> gradient rows. Those then give `crossing` instead.
+        None where they are one program.
+      crossing_bytes: Of that.
     """
 
     binding: Binding
     forward: Executable
-    backward: Executable | None
-    turn: Executable | None
+    casts: Executable | None = None
+    recasts: Executable | None = None
+    cast_avals: tuple[jax.ShapeDtypeStruct, ...] = ()
+    backward: Executable | None = None
+    turn: Executable | None = None
+    gradients: Executable | None = None
+    crossing_bytes: int = 0
+
+    def can_recast(self, pieces: Sequence[Any]) -> bool:
+        """Have these the shapes and dtypes of this unit's casts?"""
+        return [(x.shape, x.dtype) for x in pieces] == [(x.shape, x.dtype) for x in self.cast_avals]
+
+    def sizes(self, saved_bytes: int) -> dict[str, int]:
+        """The bytes of a `UnitShape`; `saved_bytes` are of what the unit's own backward reads."""
+        last, late, casts = self.turn or self.backward, self.gradients, self.casts
+        rows = late.output_bytes if late else 0
+        return {
+            "forward_bytes": self.forward.output_bytes - saved_bytes,
+            "forward_temp_bytes": self.forward.temp_bytes,
+            "backward_bytes": (last.output_bytes if last else 0) + rows,
+            "backward_temp_bytes": last.temp_bytes if last else 0,
+            "gradient_temp_bytes": late.temp_bytes if late else 0,
+            "crossing_bytes": self.crossing_bytes,
+            "cast_bytes": casts.output_bytes + casts.temp_bytes if casts else 0,
+        }
 
 
 class UnitCompiler:
-    """Compiles the programs of one graph for one layout and topology. Main thread only."""
+    """Compiles the programs of one graph for one layout and topology. Main thread only.
+
+    On one device of the CPU backend, which runs programs side by side, casts and weight gradients are programs of their
+    own. Elsewhere a device runs one program after the other, and an all-gather or reduce-scatter is part of each.
+    """
 
     def __init__(
         self,
@@ -147,6 +183,8 @@ class UnitCompiler:
         self._topology = topology
         self._gradient_dtype = gradient_dtype
         self._cache: dict[Any, Executable] = {}
+        self._apart = topology.aliases and topology.mesh.size == 1
+        self._casts: dict[int, tuple[Cast, ...]] = {}
         self.value_shardings: dict[ValueId, NamedSharding] = {}
 
     @property
@@ -182,28 +220,74 @@ class UnitCompiler:
     def _compile_unit(self, unit: Unit, *, turn: bool) -> UnitExecutables:
         program = self._graph.programs[unit.program]
         binding = bind(unit, self._graph.leaves, self._layout)
-        arguments = self._arguments(unit, program, binding)
+        pages, *rest = self._arguments(unit, program, binding)
+        casts, cast_pieces = self._compile_casts(unit, binding, pages)
+        arguments = (pages, cast_pieces, *rest)
         forward = self._compile(unit, binding, "forward", self._forward(program, binding), arguments)
         for value, sharding in zip(unit.outputs, forward.output_shardings, strict=True):
             self.value_shardings.setdefault(value, sharding)
+        units = UnitExecutables(binding, forward, **casts)
         if unit.index not in self._graph.backward or not program.differentiable:
-            return UnitExecutables(binding, forward, None, None)
+            return units
         if turn:
             seed = self._aval(jax.ShapeDtypeStruct((), jnp.float32), self._topology.replicated)
             function = self._turn(program, binding, unit)
-            return UnitExecutables(
-                binding, forward, None, self._compile(unit, binding, "turn", function, (*arguments, seed))
-            )
+            main, late = self._compile_backward(unit, binding, "turn", function, (*arguments, seed))
+            return dataclasses.replace(units, turn=main, **late)
         cotangents = [
             self._aval(self._graph.values[v], self.value_shardings[v])
             for v, diff in zip(unit.outputs, program.diff_outputs, strict=True)
             if diff
         ]
         saved = [self._aval(self._graph.values[v], self.value_shardings[v]) for v in unit.saved]
-        backward = self._compile(
-            unit, binding, "backward", self._backward(program, binding, unit), (*arguments, saved, cotangents)
-        )
-        return UnitExecutables(binding, forward, backward, None)
+        function = self._backward(program, binding, unit)
+        main, late = self._compile_backward(unit, binding, "backward", function, (*arguments, saved, cotangents))
+        return dataclasses.replace(units, backward=main, **late)
+
+    def _compile_casts(self, unit: Unit, binding: Binding, pages: Any) -> tuple[dict[str, Any], list[Any]]:
+        """What there is of casts in a unit's `UnitExecutables`, and what they give."""
+        program = self._graph.programs[unit.program]
+        casts = self._casts_of(program)
+        if not casts:
+            return {}, []
+        shapes = [jax.ShapeDtypeStruct(program.piece_avals[cast.piece].shape, cast.dtype) for cast in casts]
+        given = [self._aval(shape, self._topology.replicated) for shape in shapes]
+
+        def make(pages: Any, replaced: Any = ()) -> Any:
+            pieces = self._pieces(binding, pages)
+            return self._fixed([pieces[cast.piece].astype(cast.dtype) for cast in casts])
+
+        first = self._compile(unit, binding, "casts", make, (pages,))
+        again = self._compile(unit, binding, "recasts", make, (pages, given), donate_argnums=1, keep_unused=True)
+        return {"casts": first, "recasts": again, "cast_avals": tuple(given)}, given
+
+    def _compile_backward(
+        self, unit: Unit, binding: Binding, phase: str, function: Callable[..., Any], arguments: Sequence[Any]
+    ) -> tuple[Executable, dict[str, Any]]:
+        """The backward or turn of a unit, and `gradients` and `crossing_bytes` where those are apart."""
+        if not self._apart:
+            return self._compile(unit, binding, phase, function, arguments), {}
+        num_outputs = 0
+
+        def in_two(*args: Any) -> tuple[list[Any], list[Any]]:
+            nonlocal num_outputs
+            outputs, back, rows = function(*args)
+            num_outputs = len(outputs)
+            return list(rows), [*outputs, *back]
+
+        two = Apart(in_two, *arguments)
+        if not two.splits:
+            return self._compile(unit, binding, phase, function, arguments), {}
+
+        def early(*args: Any) -> Any:
+            found, crossing = two.early(*args)
+            return found[:num_outputs], found[num_outputs:], crossing
+
+        main = self._compile(unit, binding, phase, early, arguments)
+        shardings = main.output_shardings[2]
+        crossing = [self._aval(x, s) for x, s in zip(two.crossing, shardings, strict=True)]
+        late = self._compile(unit, binding, f"gradients of {phase}", two.late, (crossing, *arguments))
+        return main, {"gradients": late, "crossing_bytes": sum(x.size * x.dtype.itemsize for x in crossing)}
 
     def _arguments(self, unit: Unit, program: Program, binding: Binding) -> tuple[Any, ...]:
         topology, layout = self._topology, self._layout
@@ -222,18 +306,24 @@ class UnitCompiler:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
     def _compile(
-        self, unit: Unit, binding: Binding, phase: str, function: Callable[..., Any], arguments: Sequence[Any]
+        self,
+        unit: Unit,
+        binding: Binding,
+        phase: str,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        **options: Any,
     ) -> Executable:
         leaves, _ = jax.tree.flatten(arguments)
         outputs = None
-        if phase != "forward":
+        if phase not in ("casts", "recasts", "forward"):
             outputs = tuple(self.value_shardings[v] for v in unit.inputs)
         key = (
             phase, unit.program, tuple(slot.signature for slot in binding.slots),
             tuple((a.shape, str(a.dtype), a.sharding) for a in leaves), outputs,
         )  # fmt: skip
         if key not in self._cache:
-            compiled = jax.jit(function, compiler_options=COMPILER_OPTIONS).lower(*arguments).compile()
+            compiled = jax.jit(function, compiler_options=COMPILER_OPTIONS, **options).lower(*arguments).compile()
             memory = compiled.memory_analysis()
             ways = len(self._topology.mesh.local_devices)
             made = 0 if memory is None else memory.output_size_in_bytes * ways
@@ -276,9 +366,18 @@ class UnitCompiler:
             rows.append(jax.lax.with_sharding_constraint(value, sharding))
         return rows
 
+    def _casts_of(self, program: Program) -> tuple[Cast, ...]:
+        if not self._apart:
+            return ()
+        if program.index not in self._casts:
+            self._casts[program.index] = parameter_casts(program)
+        return self._casts[program.index]
+
     def _forward(self, program: Program, binding: Binding) -> Callable[..., Any]:
-        def forward(pages: Any, inputs: Any, operands: Any) -> Any:
-            return self._fixed(program.forward(self._pieces(binding, pages), inputs, operands))
+        run = given_casts(program.forward, self._casts_of(program))
+
+        def forward(pages: Any, cast_pieces: Any, inputs: Any, operands: Any) -> Any:
+            return self._fixed(run(self._pieces(binding, pages), cast_pieces, inputs, operands))
 
         return forward
 
@@ -291,10 +390,12 @@ class UnitCompiler:
     def _backward(self, program: Program, binding: Binding, unit: Unit) -> Callable[..., Any]:
         shardings = self._cotangent_shardings(program, unit)
 
-        def backward(pages: Any, inputs: Any, operands: Any, saved: Any, cotangents: Any) -> Any:
-            gradients, back = program.backward(self._pieces(binding, pages), inputs, operands, saved, cotangents)
+        run = given_casts(program.backward, self._casts_of(program))
+
+        def backward(pages: Any, cast_pieces: Any, inputs: Any, operands: Any, saved: Any, cotangents: Any) -> Any:
+            gradients, back = run(self._pieces(binding, pages), cast_pieces, inputs, operands, saved, cotangents)
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
-            return self._rows(program, binding, gradients), back
+            return [], back, self._rows(program, binding, gradients)
 
         return backward
 
@@ -302,12 +403,17 @@ class UnitCompiler:
         shardings = self._cotangent_shardings(program, unit)
         loss_at = unit.outputs.index(self._graph.loss)
 
-        def turn(pages: Any, inputs: Any, operands: Any, seed: Any) -> Any:
+        def both(pieces: Any, inputs: Any, operands: Any, seed: Any) -> Any:
             assert program.forward_vjp is not None
-            outputs, pull = program.forward_vjp(self._pieces(binding, pages), inputs, operands)
-            gradients, back = program.gradients(pull, [seed.astype(outputs[loss_at].dtype)])
+            outputs, pull = program.forward_vjp(pieces, inputs, operands)
+            return outputs, *program.gradients(pull, [seed.astype(outputs[loss_at].dtype)])
+
+        run = given_casts(both, self._casts_of(program))
+
+        def turn(pages: Any, cast_pieces: Any, inputs: Any, operands: Any, seed: Any) -> Any:
+            outputs, gradients, back = run(self._pieces(binding, pages), cast_pieces, inputs, operands, seed)
             back = [jax.lax.with_sharding_constraint(x, s) for x, s in zip(back, shardings, strict=True)]
-            return self._fixed(outputs), self._rows(program, binding, gradients), back
+            return self._fixed(outputs), back, self._rows(program, binding, gradients)
 
         return turn
 
