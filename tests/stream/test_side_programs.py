@@ -28,7 +28,7 @@ def batch():
 
 
 def test_a_lane_runs_beside_the_main_thread():
-    """Dispatched by one thread, a program that waits for nothing would still come after the one before it (JAX 0.10)."""
+    """With JAX 0.10, of one thread's programs one that waits for nothing still comes after the one before it."""
 
     @jax.jit
     def long(x):

@@ -1,7 +1,7 @@
 """Programs beside those of the passes.
 
-XLA's CPU client (of JAX 0.10; not always of 0.12) runs the programs that one thread dispatches one after the other, ready
-or not: those that may run beside others have to come from another thread.
+XLA's CPU client (of JAX 0.10; not always of 0.12) runs the programs that one thread dispatches one after the other,
+ready or not: those that may run beside others have to come from another thread.
 """
 
 from collections.abc import Callable
