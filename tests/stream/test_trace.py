@@ -284,8 +284,9 @@ def test_a_traced_run_computes_the_same_and_its_steps_are_in_the_file(tmp_path):
     assert {"weights of block_0", "optimizer of block_3", "gradients of embedding"} <= by_lane[Lane.NVME_WRITE]
     assert {"block_0", "norm"} <= by_lane[Lane.UPDATE]
     assert {"block_0", "residual"} <= by_lane[Lane.DEVICE_TO_HOST] and "batch" in by_lane[Lane.HOST_TO_DEVICE]
-    for found in second:
-        assert trace.steps[1].start_s <= found.start_s <= found.end_s <= trace.steps[1].end_s + 1e-8
+    for found in second:  # ends on the device are seen by a thread, which may be told later than the main one
+        late_s = 0.1 if found.lane in (Lane.DEVICE_COMPUTE, Lane.HOST_TO_DEVICE) else 1e-8
+        assert trace.steps[1].start_s <= found.start_s <= found.end_s <= trace.steps[1].end_s + late_s
         assert found.lane is not Lane.STALL or found.args["cause"]
 
 
