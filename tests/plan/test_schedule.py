@@ -154,6 +154,17 @@ def test_casts_of_the_next_unit_are_made_while_one_runs(max_in_flight, alive):
     assert device_peak(max_in_flight, cast_bytes=GIB) == device_peak(max_in_flight) + alive * GIB
 
 
+def test_casts_of_the_unit_before_are_there_until_it_is_done():
+    """Those of the head, the largest, while the backward after it begins."""
+    shape = stack(6)
+    units = [dataclasses.replace(unit, cast_bytes=GIB) for unit in shape.units]
+    units[-2] = dataclasses.replace(units[-2], backward_temp_bytes=100 * GIB)  # the peak is at its backward
+    units[-1] = dataclasses.replace(units[-1], cast_bytes=3 * GIB)
+    without = [dataclasses.replace(unit, cast_bytes=0) for unit in units]
+    peaks = [peak_of(dataclasses.replace(shape, units=tuple(some))) for some in (units, without)]
+    assert peaks[0] - peaks[1] == 4 * GIB
+
+
 def test_gradients_are_made_beside_the_next_backward():
     """Each kind of program runs one after the other, and the one beside the other."""
     plain = device_peak()
@@ -172,7 +183,13 @@ def test_a_sum_over_micro_batches_is_of_gradients_alone():
 def device_peak(max_in_flight=2, groups=(1,), **sizes):
     """Of six equal layers with these sizes."""
     shape = stack(6, groups=groups)
-    shape = dataclasses.replace(shape, units=tuple(dataclasses.replace(unit, **sizes) for unit in shape.units))
+    return peak_of(
+        dataclasses.replace(shape, units=tuple(dataclasses.replace(unit, **sizes) for unit in shape.units)),
+        max_in_flight,
+    )
+
+
+def peak_of(shape, max_in_flight=2):
     positions, options = sch.positions_of(shape), StreamOptions(max_in_flight=max_in_flight)
     lives = sch.value_lives(shape, positions)
     return sch.device_peak(shape, positions, lives, options, spilled=frozenset(), kept_gradients={})

@@ -331,7 +331,6 @@ def device_peak(
             new = [p for p in unit.gradient_pages if p in kept_gradients and p not in done]
             done.update(new)
             _add(load, position.index, len(load), sum(kept_gradients[p] for p in new))
-        _add(load, max(0, position.index - 1), position.index + max(1, hold - 1), unit.cast_bytes)
     temporary, beside = [0] * len(load), [0] * len(load)
     for position in positions:
         unit = shape.units[position.unit]
@@ -340,4 +339,12 @@ def device_peak(
         for t in range(position.index, min(position.index + hold, len(load))):
             temporary[t] = max(temporary[t], num_bytes)
             beside[t] = max(beside[t], unit.gradient_temp_bytes if backward else 0)
-    return max(map(sum, zip(load, temporary, beside, strict=True)), default=0)
+    casts = _casts_at(shape, positions, max(2, hold), len(load))
+    return max(map(sum, zip(load, temporary, beside, casts, strict=True)), default=0)
+
+
+def _casts_at(shape: StepShape, positions: Sequence[Position], alive: int, length: int) -> list[int]:
+    """Bytes of casts at each position: its own and those before, and then, once the first is done, the next one's."""
+    sizes = [shape.units[position.unit].cast_bytes for position in positions] + [0] * (length - len(positions) + 1)
+    sums = [sum(sizes[max(0, last - alive + 1) : last + 1]) for last in range(length + 1)]
+    return [max(sums[t], sums[t + 1]) for t in range(length)]
