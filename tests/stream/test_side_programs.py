@@ -2,6 +2,7 @@
 next unit."""
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,27 @@ def test_an_error_reaches_who_asked():
 
     with pytest.raises(ValueError, match="no 3"):
         SideLane("test").run(fail, 3)
+
+
+@pytest.mark.parametrize("call", [0, 3, 20])
+def test_a_step_whose_side_program_fails_can_be_repeated(call, monkeypatch):
+    run = SideLane.run
+    with make_trainer() as trainer:
+        expected = [trainer.step(batch()).loss for _ in range(3)]
+    with make_trainer() as trainer:
+        losses = [trainer.step(batch()).loss]
+        calls = itertools.count()
+
+        def fails_once(self, program, *arguments):
+            if next(calls) == call:
+                raise MemoryError("no room for it")
+            return run(self, program, *arguments)
+
+        monkeypatch.setattr(SideLane, "run", fails_once)
+        with pytest.raises(MemoryError, match="no room"):
+            trainer.step(batch())
+        losses += [trainer.step(batch()).loss for _ in range(2)]
+    assert losses == expected
 
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])

@@ -150,6 +150,7 @@ class Executor:
 
     def _forget(self) -> None:
         self._values, self._cotangents, self._totals, self._casts = Held(), Held(), Held(), Held()
+        self._dispatched: Any = ()
 
     def _result(self, value: ValueId, micro: int) -> Any:
         """A result is the caller's to keep: an input that is passed through may alias the memory of the batch."""
@@ -166,12 +167,10 @@ class Executor:
     def _abort(self) -> None:
         if self._updates is not None:
             self._updates.abort()
-        for program in self._in_flight:
+        # What is not in flight yet reads frames too.
+        for outputs in [*(program.outputs for program in self._in_flight), *self._casts.values(), self._dispatched]:
             with contextlib.suppress(Exception):  # the step's first error is what the caller sees
-                jax.block_until_ready([x for x in jax.tree.leaves(program.outputs) if not x.is_deleted()])
-        for casts in self._casts.values():  # they read frames too
-            with contextlib.suppress(Exception):
-                jax.block_until_ready(casts)
+                jax.block_until_ready([x for x in jax.tree.leaves(outputs) if not x.is_deleted()])
         self._in_flight.clear()
         self._pager.abort()
         if self._gradients is not None:
@@ -305,12 +304,13 @@ class Executor:
             main, rest = executables.backward, [saved, cotangents]
         assert main is not None
         arguments = (*weights, inputs, operands, *rest)
-        outputs, back, rows = main.call(*arguments)
+        outputs, back, rows = self._dispatched = main.call(*arguments)
         if position.phase is Phase.TURN:
             self._keep(unit.outputs, micro, outputs)
         add: Callable[..., Any] = self._sum
         if executables.gradients is not None:
             rows = self._beside.run(executables.gradients.call, rows, *arguments)
+            self._dispatched = outputs, back, rows
             add = functools.partial(self._beside.run, self._sum)
         targets = [value for value, diff in zip(unit.inputs, program.diff_inputs, strict=True) if diff]
         for value, cotangent in zip(targets, back, strict=True):
