@@ -176,13 +176,24 @@ def test_each_product_is_in_one_of_the_two():
     two = Apart(program.backward, *args)
     _, crossing = two.early(*args)
 
-    def products(function, *args):
-        return [eqn.primitive.name for eqn in _jaxpr.flat(_jaxpr.trace(function, *args).block).eqns].count(
-            "dot_general"
-        )
+    assert (_products(two.early, *args), _products(two.late, crossing, *args)) == (1, 1)
+    assert _products(program.backward, *args) == 2
 
-    assert (products(two.early, *args), products(two.late, crossing, *args)) == (1, 1)
-    assert products(program.backward, *args) == 2
+
+def test_what_early_work_made_is_not_made_again():
+    def function(x):
+        y = x @ x
+        return [y @ x], [y]
+
+    x = jnp.ones((WIDTH, WIDTH))
+    two = Apart(function, x)
+    _, crossing = two.early(x)
+    assert [_products(two.early, x), _products(two.late, crossing, x)] == [1, 1]
+
+
+def _products(function, *args):
+    block = _jaxpr.flat(_jaxpr.trace(function, *args).block)
+    return [eqn.primitive.name for eqn in block.eqns].count("dot_general")
 
 
 def test_what_has_one_kind_of_result_is_not_split():
