@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 . scripts/_env.sh
 
 make_environment .venv ""
-# The CPU backend takes and gives back its buffers all the time: huge pages make that cheaper.
+# The CPU backend takes and gives back its buffers all the time: on huge pages that is fewer page faults.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 case " $* " in
   *" --overwrite "*) how="" ;;

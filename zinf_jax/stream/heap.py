@@ -9,7 +9,7 @@ import ctypes
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGE = 8 << 20
-_HEAP = 64 << 20  # a thread's heap is at most as large: with so much room asked for at its end none is ever given back
+_HEAP = 64 << 20  # as large as a thread's heap can be: so much room is to be left at its end
 
 
 def return_freed(min_bytes: int) -> bool:
