@@ -2,11 +2,13 @@
 
 import itertools
 import pathlib
+import random
 import shutil
 
 import numpy as np
 import pytest
 
+from tests.tier import group
 from zinf_jax.errors import ResumeError, StoreError
 from zinf_jax.tier.commits import CommitLog, read_commits
 from zinf_jax.tier.journal import Journal, parse, read
@@ -160,3 +162,53 @@ def test_looking_does_not_disturb_the_owner(tmp_path):
         assert holds(read_commits(tmp_path)[0], step)
     log.close()
     assert holds(_opened(tmp_path)[0], 11)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_that_are_killed_agree_on_the_last_step(tmp_path, num_processes):
+    """Real processes, one of which dies at any of its calls: before its record, between the two, in a compaction."""
+    chance, durable, lives, killed = random.Random(num_processes), -1, 0, 0
+    while durable < 11:
+        victim = chance.randrange(num_processes)
+        kills = {victim: chance.randint(1, 30)} if lives < 14 else {}
+        said = group.run_together(tmp_path, num_processes, 12, kills)
+        opened = {value for lines in said for what, value in lines if what == "opened"}
+        done = [value for lines in said for what, value in lines if what == "done"]
+        assert len({last for last, _, _ in opened}) <= 1, (lives, said)
+        for last, before, whole in opened:
+            assert whole and last >= durable, (lives, last, durable)
+            # Once pages of a later step were written, the step before the last may be gone.
+            assert before in (last - 1, None)
+            durable = last
+        durable = max([durable, *done])
+        killed += not all(lines[-1:] == [("end", None)] for lines in said)
+        lives += 1
+    assert killed >= 8
+    for process in range(num_processes):
+        last, _ = read_commits(tmp_path, process=process)
+        assert last is not None and last.meta["step"] == 11
+        assert group.equal(last.tables, group.tables_at(process, 11))
+
+
+def test_a_step_that_only_some_processes_have_prepared_is_not_committed(tmp_path):
+    group.run_together(tmp_path, 2, 3, {})
+    log = CommitLog(tmp_path, process=1, peers=_Gone(1))
+    with pytest.raises(ConnectionError):
+        log.commit({"step": 3}, group.tables_at(1, 3))
+    log.close()
+    assert read(tmp_path / "prepare-1.log")[-1].sequence == 4, "three steps, and the one that only it has prepared"
+    said = group.run_together(tmp_path, 2, 4, {})
+    assert [lines[0] for lines in said] == [("opened", (2, 1, True))] * 2
+
+
+class _Gone:
+    """Peers that answer a number of times."""
+
+    def __init__(self, answers):
+        self._answers = answers
+
+    def gather(self, value):
+        self._answers -= 1
+        if self._answers < 0:
+            raise ConnectionError("gone")
+        return [value, value]

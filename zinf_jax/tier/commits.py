@@ -7,14 +7,15 @@ The order, per step: the pages' writes complete -> every page file synced -> eve
 process 0's commit record durable -> only then may a page of the next step be written. A step is committed when its
 commit record is there; a prepare record without one is a step that was not finished.
 
-Guarantees: `last` is the newest committed step, whatever moment the power went. The committed step before it can still
-be found (`previous`), as long as no page of a later step was written.
+Guarantees: `last` is the newest committed step, whatever moment the power went, and the same one on all processes that
+open the run together. The committed step before it can still be found (`previous`), as long as no page of a later step
+was written.
 """
 
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from zinf_jax.errors import ResumeError
 from zinf_jax.tier.directories import make_directory
@@ -32,12 +33,32 @@ class Commit:
     tables: Tables
 
 
+class Peers(Protocol):
+    """How the processes of a run hear of each other."""
+
+    def gather(self, value: int) -> Sequence[int]:
+        """Blocks until every process has called it. Returns their values, by process.
+
+        Raises:
+          OSError: a process is gone.
+        """
+        ...
+
+
+class Alone:
+    """The only process of a run."""
+
+    def gather(self, value: int) -> Sequence[int]:
+        return (value,)
+
+
 class CommitLog:
-    """The commits of a run, as one process sees and writes them.
+    """The commits of a run, as one process sees and writes them. All processes open it, and commit, together.
 
     Args:
-      directory: Of the logs; made where missing.
+      directory: Of the logs, the same for all processes; made where missing.
       process: This one's number. Only process 0 writes commit records.
+      peers: All processes of the run.
       compact_bytes: A log that has grown beyond this is written anew.
       disk: The operating system.
 
@@ -51,20 +72,24 @@ class CommitLog:
         directory: pathlib.Path,
         *,
         process: int = 0,
+        peers: Peers | None = None,
         compact_bytes: int = COMPACT_BYTES,
         disk: Disk | None = None,
     ) -> None:
         make_directory(directory)
         self._process = process
+        self._peers = peers or Alone()
         self._compact_bytes = compact_bytes
         self._prepares = Journal(directory / f"prepare-{process}.log", disk=disk)
-        self._commits = Journal(directory / "commits.log", disk=disk)
-        self.last, self.previous = _replay(
-            self._prepares.records, self._commits.records, process, str(self._prepares.path)
-        )
+        self._commits = Journal(directory / "commits.log", disk=disk) if process == 0 else None
+        self._peers.gather(0)  # what the commit records say is durable from here on
+        commits = read(directory / "commits.log", disk=disk) if self._commits is None else self._commits.records
+        self.last, self.previous = _replay(self._prepares.records, commits, process, str(self._prepares.path))
         self._drop_unfinished()
         self._tables = None if self.last is None else copy_tables(self.last.tables)
-        del self._prepares.records, self._commits.records
+        self._prepares.records = []
+        if self._commits is not None:
+            self._commits.records = []
 
     def _drop_unfinished(self) -> None:
         """Removes prepare records of a step that was not committed: the next one is a change to the committed step."""
@@ -74,39 +99,47 @@ class CommitLog:
             self._prepares.replace(kept)
 
     def commit(self, meta: Mapping[str, Any], tables: Tables) -> None:
-        """Makes a step durable, whose pages are. Blocks; from any one thread at a time.
+        """Makes a step durable, whose pages are, on all processes. Blocks; from any one thread at a time.
 
         Args:
-          meta: The run's counters; JSON values, with "step".
+          meta: The run's counters, the same on all processes; JSON values, with "step".
           tables: Of the step. They must not change afterwards.
 
         Raises:
           StoreError: it failed: the step before is the committed one, or this one; nobody can tell without opening
           anew.
+          OSError: another process is gone; the same holds.
         """
-        if self._prepares.num_bytes > self._compact_bytes and self._tables is not None:
-            # Up to the step that is committed now, so that both it and the next one can be found afterwards.
-            full = Record(self._prepares.last_sequence, self._meta(self._tables, full=True), delta(self._tables, None))
-            self._prepares.replace([full])
-        old = self._tables
-        sequence = self._prepares.append(self._meta(tables, full=old is None), delta(tables, old))
-        if self._commits.num_bytes > self._compact_bytes and self.last is not None:
-            self._commits.replace([Record(self._commits.last_sequence, self.last.meta, {})])
-        meta = {**meta, "prepare": {str(self._process): sequence}}
-        self._commits.append(meta)
+        prepared = self._peers.gather(self._prepare(tables))
+        meta = {**meta, "prepare": {str(process): sequence for process, sequence in enumerate(prepared)}}
+        if self._commits is not None:
+            if self._commits.num_bytes > self._compact_bytes and self.last is not None:
+                self._commits.replace([Record(self._commits.last_sequence, self.last.meta, {})])
+            self._commits.append(meta)
+        self._peers.gather(0)
         self._tables = tables
         self.previous, self.last = self.last, Commit(meta, tables)
+
+    def _prepare(self, tables: Tables) -> int:
+        """Makes this process's record of a step durable. Returns the number by which a commit record names it."""
+        old = self._tables
+        if self._prepares.num_bytes > self._compact_bytes and old is not None:
+            # Up to the step that is committed now, so that both it and the next one can be found afterwards.
+            full = Record(self._prepares.last_sequence, self._meta(old, full=True), delta(old, None))
+            self._prepares.replace([full])
+        return self._prepares.append(self._meta(tables, full=old is None), delta(tables, old))
 
     def _meta(self, tables: Tables, *, full: bool) -> dict[str, Any]:
         return {"full": full, "num_chunks": {kind: len(table.bank) for kind, table in tables.items()}}
 
     @property
     def num_bytes(self) -> int:
-        return self._prepares.num_bytes + self._commits.num_bytes
+        return self._prepares.num_bytes + (0 if self._commits is None else self._commits.num_bytes)
 
     def close(self) -> None:
         self._prepares.close()
-        self._commits.close()
+        if self._commits is not None:
+            self._commits.close()
 
 
 def read_commits(directory: pathlib.Path, *, process: int = 0) -> tuple[Commit | None, Commit | None]:
