@@ -29,6 +29,7 @@ from zinf_jax.tier import commits, files
 
 NUM_BLOCKS = 3
 RETAIN_EVERY = 3
+SAVE_AT, SAVED = 4, "saved/checkpoint"  # one beside the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +82,13 @@ def make_trainer(run_dir: pathlib.Path, config: dict[str, Any], **kwargs: Any) -
 
 
 def train(trainer: zinf.Trainer, steps: int, side: pathlib.Path) -> dict[str, Any]:
-    """Goes on to step `steps`; keeps some steps in place and gives older ones up."""
+    """Goes on to step `steps`; keeps some steps in place and gives older ones up; saves one elsewhere."""
     trainer.prepare(blocks.batch())
     with open(side / "losses.txt", "a", buffering=1) as log:
         log.write(f"start {trainer.global_step}\n")
         while trainer.global_step < steps:
+            if trainer.global_step == SAVE_AT and not (side / SAVED).exists():
+                trainer.save(side / SAVED)
             place = 0 if trainer.user_state is None else trainer.user_state["next"]
             trainer.user_state = {"next": place + 1}
             out = trainer.step(blocks.batch(seed=place))
@@ -222,7 +225,7 @@ class Events:
 def attempt(request: Request) -> dict[str, Any]:
     """One process's life, in that process."""
     side = pathlib.Path(request.side)
-    roots = [request.run_dir, *request.config.get("nvme_path", [])]
+    roots = [request.run_dir, str(side / "saved"), *request.config.get("nvme_path", [])]
     for name in ("old", "synced"):
         (side / name).mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -17,8 +17,10 @@ import sys
 
 import pytest
 
+from tests.train import kill_worker
 from zinf_jax.stream.engine import VERSIONED
-from zinf_jax.train.rundir import read_manifest
+from zinf_jax.train import leftovers
+from zinf_jax.train.rundir import LOCK, read_manifest
 from zinf_jax.train.source import extents_of, open_source, page_directories, retained_steps
 from zinf_jax.train.source import read_commits as read_committed
 from zinf_jax.train.verify import verify
@@ -40,11 +42,14 @@ VARIANTS = {
     "auto-fp16": variant("auto", precision=FP16),
     "next_forward-bf16-every_3": variant("next_forward", "every_3", BF16),
     "backward-fp16-every_2": variant("backward", "every_2", FP16),
+    "two-drives": variant("auto", precision=BF16) | {"nvme_path": ["fast", "slow"]},
 }
 
 
 # Initialising and updating, committing, compacting, retaining, and what happens once.
-MOMENTS = ("write weights", "write optimizer", "sync pages", "prepare-0.log", "commits.log", ".log.tmp", "step_")
+MOMENTS = (
+    "write weights", "write optimizer", "sync pages", "prepare-0.log", "commits.log", ".log.tmp", "step_", "checkpoint",
+)  # fmt: skip
 
 
 class Server:
@@ -60,6 +65,8 @@ class Server:
 
     def attempt(self, run_dir, side, config, steps=STEPS, **how):
         side.mkdir(exist_ok=True, parents=True)
+        if "nvme_path" in config:
+            config = config | {"nvme_path": [str(drive) for drive in drives(side, config)]}
         request = {"run_dir": str(run_dir), "side": str(side), "config": config, "steps": steps, **how}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -81,6 +88,10 @@ class Server:
 
     def close(self):
         self._process.communicate()
+
+
+def drives(side, config):
+    return [side / name for name in config.get("nvme_path", [])]
 
 
 def place_of(event):
@@ -126,10 +137,10 @@ def power_cut(run_dir, side, chance):
                 if chance.random() < 0.5:
                     file.seek(synced + chance.randrange(tail + 1))
                     file.write(chance.randbytes(chance.randrange(200)))
-    scribble(run_dir, chance)
+    scribble(run_dir, side, chance)
 
 
-def scribble(run_dir, chance):
+def scribble(run_dir, side, chance):
     """Extents that no committed or retained step needs hold anything, and files end after the last that one needs."""
     needed = collections.defaultdict(list)
     manifest = read_manifest(run_dir)
@@ -142,7 +153,7 @@ def scribble(run_dir, chance):
             for place, bank in zip(extents[kind].places, source.tables[kind].bank, strict=True):
                 begin = int(bank) * extents[kind].bank_bytes[place.path] + place.offset
                 needed[directories[place.path] / f"{kind}.pages"].append((begin, begin + place.num_bytes))
-    for path in (run_dir / "pages").glob("*.pages"):
+    for path in [*(run_dir / "pages").glob("*.pages"), *side.glob("*/zinf-*/*.pages")]:
         data = bytearray(path.read_bytes())
         kept = [(begin, end, data[begin:end]) for begin, end in needed[path]]
         data[:] = chance.randbytes(len(data))
@@ -203,11 +214,28 @@ def chain(server, name, number, chance, *, limit, timed=0.2, cuts=0.4, how="kill
             assert report.whole, (where, cut, report)
     assert answer["result"] == reference["result"], name
     assert losses(side) == reference["losses"], name
-    leftovers = {p.name for p in run_dir.rglob("*") if ".tmp" in p.name}
-    assert not leftovers
+    assert not {p.name for p in run_dir.rglob("*") if ".tmp" in p.name}
     assert verify(run_dir).whole
+    for drive in drives(side, VARIANTS[name]):
+        assert len([*drive.iterdir()]) == 1, "pages of an attempt that never had a manifest are left"
+    assert_saved(side, server.folder / f"side-straight-{name}")
     shutil.rmtree(run_dir)
     return kills
+
+
+def assert_saved(side, straight):
+    """The checkpoint has the bits of the undisturbed run's; what killed attempts left of it can be cleaned."""
+    for unfinished in (side / "saved").glob(".*"):
+        os.utime(unfinished, (0, 0))  # without a lock in it yet, it is nobody's only once it is old
+    for found in leftovers.find([side / "saved"]):
+        assert leftovers.delete(found), found
+    assert os.listdir(side / "saved") == os.listdir(straight / "saved")
+    saved, wanted = side / kill_worker.SAVED, straight / kill_worker.SAVED
+    assert verify(saved).whole
+    # A process that died between its last two calls has left its lock, which is nobody's.
+    assert {*os.listdir(saved)} - {LOCK} == {*os.listdir(wanted)}
+    for pages in wanted.glob("*.pages"):
+        assert (saved / pages.name).read_bytes() == pages.read_bytes(), pages.name
 
 
 def kill(server, seed, num_kills, names, limit):
@@ -220,8 +248,8 @@ def kill(server, seed, num_kills, names, limit):
 
 
 def test_a_run_that_is_killed_again_and_again(server):
-    names = ["none", "backward-bf16", "next_forward", "auto-fp16"]
-    assert kill(server, 1, 25, names, limit=7) == 25
+    names = ["none", "backward-bf16", "next_forward", "auto-fp16", "two-drives"]
+    assert kill(server, 1, 30, names, limit=6) == 30
 
 
 EXPECTED = {"raise": "Stopped", "full": "No space left", "term": "SystemExit"}
