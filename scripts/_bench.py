@@ -265,14 +265,19 @@ def alternate(
     num_steps: int,
     timeout_s: float,
     progress: Callable[[str], None] = lambda _: None,
+    after_round: Callable[[], None] = lambda: None,
 ) -> list[Series]:
-    """Lets the workers take turns, `num_steps` at a time. The caller has warmed them up."""
+    """Lets the workers take turns, `num_steps` at a time. The caller has warmed them up.
+
+    `after_round` measures what the rounds are compared with: it drifts as they do.
+    """
     series = [Series() for _ in workers]
     for turn in range(num_rounds):
         for worker, record in zip(workers, series, strict=True):
             progress(f"round {turn + 1}/{num_rounds}: {worker.name}")
             record.last = worker.call("steps", count=num_steps, timeout_s=timeout_s)
             record.times_s += record.last["times_s"]
+        after_round()
     return series
 
 

@@ -94,6 +94,7 @@ def in_memory(spec: dict[str, Any]) -> Commands:
         return (optax.apply_updates(master, updates), opt_state), loss
 
     state = start(jax.random.key(0))
+    weights = jax.jit(cast)(state[0])  # of the floors
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state[0]))
     feed = batches(model, spec["num_micro_batches"])
     losses: list[float] = []
@@ -106,26 +107,26 @@ def in_memory(spec: dict[str, Any]) -> Commands:
     def steps(count: int) -> Reply:
         return {**timed_steps(step, count), "loss": losses[-1], "num_params": num_params}
 
+    gradients = jax.jit(functools.partial(mean_gradients, loss_of_ours))
+
+    def compute() -> None:
+        jax.block_until_ready(gradients(weights, feed[0]))
+
     def compute_floor(count: int) -> Reply:
         """Forward and backward alone, as the streamed side computes them, weights resident: no units, no transfers."""
-        weights = jax.jit(cast)(state[0])
-        grads = jax.jit(functools.partial(mean_gradients, loss_of_ours))
-        jax.block_until_ready(grads(weights, feed[0]))
-        return timed_steps(lambda: jax.block_until_ready(grads(weights, feed[0])), count)
+        compute()
+        return timed_steps(compute, count)
 
     def compute_beside_io(count: int, folder: str, read_bytes: int, write_bytes: int, flush: bool) -> Reply:
         """The same, while a step's bytes are moved by the barest of means.
 
         A drive's transfers take memory bandwidth, and in a virtual machine time of its own CPUs, from the compute.
         """
-        weights = jax.jit(cast)(state[0])
-        grads = jax.jit(functools.partial(mean_gradients, loss_of_ours))
-        jax.block_until_ready(grads(weights, feed[0]))
         with PlainTransfers(folder) as transfers, ThreadPoolExecutor(1) as thread:
 
             def both() -> None:
                 moved = thread.submit(transfers.move, read_bytes, write_bytes, flush=flush)
-                jax.block_until_ready(grads(weights, feed[0]))
+                compute()
                 moved.result()
 
             both()

@@ -7,7 +7,7 @@ The in-memory side is one jitted step with donated state: one remat per block, b
 clipping by the global norm. Streamed units compute all of themselves again in backward as well, unless
 `--remat-policy` says what to keep; `--memory-remat-policy` says it for the other side. Each variant runs in a process
 of its own and takes turns with the in-memory one (and with DeepSpeed); a ratio is that of the medians of one run.
-Beside each step time stand its floors, measured in the same run:
+Beside each step time stand its floors, measured after each round of turns (medians):
 
   compute    forward and backward alone, everything resident (the in-memory program without its update)
   host work  the fused update of as many parameters in DRAM alone, and the norm of their gradients
@@ -36,7 +36,6 @@ from _bench import (
     SCRIPTS,
     SIZES,
     ModelSize,
-    Reply,
     Series,
     Worker,
     WorkerError,
@@ -47,10 +46,10 @@ from _bench import (
     worker_env,
     write_json,
 )
+from _bench_floors import RECOMPUTED, Floors, forward_share, io_floor, schedule_floor
 from _bench_report import bytes_table, rates_lines, steps_table, time_table
 from rich.console import Console
 
-RECOMPUTED = "nothing_saveable"  # the policy of jax.checkpoint_policies by which backward computes all again
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, 16-bit remainder of the master, two fp32 moments
 BUDGETED_FROM = 300_000_000  # parameters; the embedding and the head of smaller models are a fifth of them already
 PEER_BESIDE = "nvme"  # DeepSpeed keeps gradients in DRAM, so this is the variant like it
@@ -152,6 +151,16 @@ class Bench:
                     worker.close()
 
     @contextmanager
+    def floors(self, memory: Worker, spec: dict[str, Any]) -> Iterator[Floors]:
+        """Measures on demand what each resource alone needs."""
+        with (
+            temporary_folder(self._args.nvme_path, "bench-io") as folder,
+            self.worker("host_work", "host work", **spec) as host,
+            self.worker("io", "io", folder=str(folder), **spec) as drive,
+        ):
+            yield Floors(memory, host, drive, io_bytes=self._args.io_bytes, timeout_s=self._args.step_timeout)
+
+    @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Records a worker's failure and lets the others go on."""
         try:
@@ -160,8 +169,8 @@ class Bench:
             self.failures.append(f"{what}: {error}")
             console.print(f"{what} failed: {error}", style="red", markup=False)
 
-    def take_turns(self, workers: Sequence[Worker], label: str) -> list[Series]:
-        """Warm-up for each, then the timed rounds."""
+    def take_turns(self, workers: Sequence[Worker], floors: Floors, label: str) -> list[Series]:
+        """Warm-up for each, then the timed rounds, the floors measured after each."""
         args = self._args
         with console.status(label) as line:
             for worker in workers:
@@ -173,6 +182,7 @@ class Bench:
                 num_steps=args.steps,
                 timeout_s=args.step_timeout,
                 progress=lambda text: line.update(f"{label}: {text}"),
+                after_round=floors.measure,
             )
 
     def one_setting(self, size: ModelSize, num_micro_batches: int) -> None:
@@ -180,24 +190,18 @@ class Bench:
         spec = {"size": size.name, "num_micro_batches": num_micro_batches}
         spec |= {"remat_policy": self._args.remat_policy, "memory_remat_policy": self._args.memory_remat_policy}
         rows: list[dict[str, Any]] = []
-        with self.worker("in_memory", "in memory", **spec) as memory:
+        with self.worker("in_memory", "in memory", **spec) as memory, self.floors(memory, spec) as floors:
             with self.peer(size, num_micro_batches) as peers:
                 for name, clipping in itertools.product(self._args.variants, self._args.clipping):
                     label = f"{size.name} x{num_micro_batches} {name}, clips {clipping}"
                     with self.guard(label):
                         beside = peers if name == PEER_BESIDE and clipping == "always" else []
                         workers = [memory, *beside]
-                        rows += self.one_variant(VARIANTS[name], size, num_micro_batches, clipping, workers, label)
-            compute = memory.call("compute_floor", count=self._args.steps + 2, timeout_s=self._args.start_timeout)
+                        rows += self.one_variant(
+                            VARIANTS[name], size, num_micro_batches, clipping, workers, floors, label
+                        )
             with self.guard(f"{size.name} x{num_micro_batches} compute beside I/O"):
                 self.beside_io(memory, rows)
-        with self.guard(f"{size.name} x{num_micro_batches} floors"):
-            floors = self.floors(size, spec, Series(compute["times_s"]).median_s)
-            for row in rows:
-                row["floors"] = floors | io_floor(row.get("plan"), floors)
-                row["floors"] |= schedule_floor(row, floors, forward_share(self._args.remat_policy))
-                if "beside_io_s" in row:
-                    row["floors"]["at_once_s"] = row["beside_io_s"] + floors["host_work_s"]
         self.rows += rows
         if rows and len(self._args.sizes) * len(self._args.micro_batches) > 1:
             console.print(steps_table(rows))  # the whole comes at the end
@@ -217,10 +221,17 @@ class Bench:
                         write_bytes=moved[1], flush=args.durability == "step", timeout_s=args.start_timeout,
                     )  # fmt: skip
                     found[moved] = Series(reply["times_s"]).median_s
-                row["beside_io_s"] = found[moved]
+                row["floors"]["at_once_s"] = found[moved] + row["floors"]["host_work_s"]
 
     def one_variant(
-        self, variant: Variant, size: ModelSize, num_micro: int, clipping: str, others: Sequence[Worker], label: str
+        self,
+        variant: Variant,
+        size: ModelSize,
+        num_micro: int,
+        clipping: str,
+        others: Sequence[Worker],
+        floors: Floors,
+        label: str,
     ) -> list[dict[str, Any]]:
         args, memory = self._args, others[0]
         with temporary_folder(args.nvme_path, "bench-step") as folder:
@@ -230,15 +241,19 @@ class Bench:
             with self.worker("streamed", variant.name, **spec) as ours:
                 plan = ours.call("plan", timeout_s=60)
                 workers = [ours, *others]
-                found = self.take_turns(workers, label)
+                found = self.take_turns(workers, floors, label)
         base = {"size": size.name, "num_params": size.num_params, "micro_batches": num_micro, "clips": clipping}
-        rows = []
+        alone, rows = floors.take(size.num_params), []
         for worker, series in zip(workers, found, strict=True):
             row = base | {"variant": worker.name, "step_s": series.median_s, "times_s": series.times_s}
             row |= {"memory_step_s": found[1].median_s, "ratio": series.median_s / found[1].median_s}
-            row["last"] = series.last
+            row |= {"last": series.last, "floors": dict(alone)}
             if worker is ours:
                 row |= {"plan": plan, "host_memory": config.get("host_memory")}
+                row["floors"] |= io_floor(plan, alone)
+                row["floors"] |= schedule_floor(
+                    plan, clipping, size.num_params, alone, forward_share(args.remat_policy)
+                )
                 row |= {
                     "max_ratio": variant.max_ratio.get((clipping, num_micro)),
                     "max_bytes": variant.max_bytes.get(num_micro),
@@ -246,67 +261,6 @@ class Bench:
             if worker is not memory:
                 rows.append(row)
         return rows
-
-    def floors(self, size: ModelSize, spec: dict[str, Any], compute_s: float) -> dict[str, Any]:
-        """What each resource alone needs: seconds, and the rates they come from."""
-        with self.worker("host_work", "host work", **spec) as worker:
-            host = worker.call("floors", timeout_s=300)
-        with (
-            temporary_folder(self._args.nvme_path, "bench-io") as folder,
-            self.worker("io", "io", folder=str(folder), **spec) as worker,
-        ):
-            disk = worker.call("floors", num_bytes=self._args.io_bytes, timeout_s=300)
-        host_s = (host["update_s_per_param"] + host["norm_s_per_param"]) * size.num_params
-        return {"compute_s": compute_s, "host_work_s": host_s, "host": host, "disk": disk}
-
-
-def io_floor(plan: Reply | None, floors: dict[str, Any]) -> dict[str, float]:
-    """Seconds that the plan's bytes need from the disk alone."""
-    if plan is None:
-        return {}
-    disk = floors["disk"]
-    both = min(plan["read_bytes"], plan["write_bytes"])
-    mixed_gbps = disk["mixed_read_gbps"] + disk["mixed_write_gbps"]
-    alone_s = (plan["read_bytes"] - both) / disk["read_gbps"] + (plan["write_bytes"] - both) / disk["write_gbps"]
-    return {"io_s": (2 * both / mixed_gbps + alone_s) / 1e9}
-
-
-def forward_share(remat_policy: str) -> float:
-    """Of the compute: backward has two products for each of the forward's, and computes the forward again or not."""
-    return 1 / 4 if remat_policy == RECOMPUTED else 1 / 3
-
-
-def schedule_floor(row: dict[str, Any], floors: dict[str, Any], forward: float) -> dict[str, float]:
-    """Seconds of the schedule itself: per phase, the longer of compute with the host work on the same cores, and I/O.
-
-    The update runs beside backward where nothing is clipped, else beside the next forward, whose share of the compute
-    is `forward`.
-    """
-    plan, disk = row.get("plan"), floors["disk"]
-    if plan is None:
-        return {}
-    passes = {
-        "read": plan["read_bytes"] - plan["update_read_bytes"],
-        "write": plan["write_bytes"] - plan["update_write_bytes"],
-    }
-    update = {"read": plan["update_read_bytes"], "write": plan["update_write_bytes"]}
-    phases = {
-        "forward": {"read": passes["read"] / 2, "write": 0.0},
-        "backward": {"read": passes["read"] / 2, "write": passes["write"]},
-    }
-    beside = "backward" if row["clips"] == "never" else "forward"
-    phases[beside] = {kind: phases[beside][kind] + update[kind] for kind in update}
-    compute_s = {"forward": forward * floors["compute_s"], "backward": (1 - forward) * floors["compute_s"]}
-    update_s = floors["host"]["update_s_per_param"] * row["num_params"]
-    compute_s[beside] += update_s
-    compute_s["backward"] += floors["host_work_s"] - update_s
-
-    def io_s(moved: dict[str, float]) -> float:
-        both = min(moved["read"], moved["write"])
-        mixed = 2 * both / (disk["mixed_read_gbps"] + disk["mixed_write_gbps"])
-        return (mixed + (moved["read"] - both) / disk["read_gbps"] + (moved["write"] - both) / disk["write_gbps"]) / 1e9
-
-    return {"schedule_s": sum(max(compute_s[name], io_s(moved)) for name, moved in phases.items())}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import _bench  # noqa: E402
+import _bench_floors  # noqa: E402
 import _bench_report  # noqa: E402
 import bench_large  # noqa: E402
 import bench_step  # noqa: E402
@@ -104,9 +105,15 @@ def test_alternate_takes_turns(make):
     order = []
     with make() as first, make() as second:
         series = _bench.alternate(
-            [first, second], num_rounds=2, num_steps=3, timeout_s=10, progress=lambda text: order.append(text)
+            [first, second],
+            num_rounds=2,
+            num_steps=3,
+            timeout_s=10,
+            progress=order.append,
+            after_round=lambda: order.append("after"),
         )
     assert [len(s.times_s) for s in series] == [6, 6]
+    assert order.pop(2) == order.pop() == "after"
     assert len(order) == 4 and order[0].startswith("round 1/2") and order[2].startswith("round 2/2")
 
 
@@ -139,21 +146,49 @@ def test_peak_rss_follows_reset():
 def test_io_floor_pairs_reads_with_writes():
     plan = {"read_bytes": 14e9, "write_bytes": 12e9}
     rates = {"read_gbps": 2.0, "write_gbps": 1.5, "mixed_read_gbps": 1.0, "mixed_write_gbps": 1.0}
-    assert bench_step.io_floor(plan, {"disk": rates}) == {"io_s": pytest.approx(24 / 2 + 2 / 2)}
-    assert bench_step.io_floor(None, {"disk": rates}) == {}
+    assert _bench_floors.io_floor(plan, {"disk": rates}) == {"io_s": pytest.approx(24 / 2 + 2 / 2)}
 
 
 def test_the_schedules_floor_pairs_compute_with_io_per_phase():
     plan = {"read_bytes": 14e9, "write_bytes": 12e9, "update_read_bytes": 10e9, "update_write_bytes": 12e9}
     disk = {"read_gbps": 2.0, "write_gbps": 2.0, "mixed_read_gbps": 1.0, "mixed_write_gbps": 1.0}
     floors = {"compute_s": 40.0, "host_work_s": 3.0, "host": {"update_s_per_param": 2.0}, "disk": disk}
-    row = {"plan": plan, "num_params": 1, "clips": "always"}
+
+    def schedule_s(clips, forward):
+        return _bench_floors.schedule_floor(plan, clips, 1, floors, forward)["schedule_s"]
+
     # forward: 10 + 2 of compute, or 12 read and 12 written; backward: 30 + 1 of compute, or 2 read.
-    assert bench_step.schedule_floor(row, floors, 0.25) == {"schedule_s": pytest.approx(12 + 31)}
+    assert schedule_s("always", 0.25) == pytest.approx(12 + 31)
     # With another share of the forward.
-    assert bench_step.schedule_floor(row, floors, 0.5) == {"schedule_s": pytest.approx(22 + 21)}
+    assert schedule_s("always", 0.5) == pytest.approx(22 + 21)
     # never clips: the update is beside backward.
-    assert bench_step.schedule_floor(row | {"clips": "never"}, floors, 0.25) == {"schedule_s": pytest.approx(10 + 33)}
+    assert schedule_s("never", 0.25) == pytest.approx(10 + 33)
+
+
+class Replies:
+    """A worker that gives one prepared reply per call."""
+
+    def __init__(self, *replies):
+        self._replies = iter(replies)
+
+    def call(self, command, **_):
+        return next(self._replies)
+
+
+def test_floors_are_medians_of_what_was_measured_since():
+    host = {"update_s_per_param": 2.0, "norm_s_per_param": 1.0, "bytes_per_param": 26}
+    disk = [{"read_gbps": rate, "engine": "libaio"} for rate in (1.0, 4.0, 2.0, 7.0)]
+    floors = _bench_floors.Floors(
+        Replies(*({"times_s": [s, s]} for s in (5.0, 9.0, 6.0, 1.0))), Replies(*[host] * 4), Replies(*disk),
+        io_bytes=1, timeout_s=1,
+    )  # fmt: skip
+    for _ in range(3):
+        floors.measure()
+    found = floors.take(10)
+    assert (found["compute_s"], found["disk"]) == (6.0, {"read_gbps": 2.0, "engine": "libaio"})
+    assert found["host_work_s"] == 30.0
+    floors.measure()
+    assert floors.take(10)["disk"]["read_gbps"] == 7.0
 
 
 def test_host_memory_is_a_fifth_from_350m_up():
