@@ -52,6 +52,7 @@ from rich.console import Console
 
 STATE_BYTES_PER_PARAM = 12  # bf16 weight, 16-bit remainder of the master, two fp32 moments
 BUDGETED_FROM = 300_000_000  # parameters; the embedding and the head of smaller models are a fifth of them already
+SETTLING_STEPS = 11  # of a run that is never clipped, until update_overlap "auto" has tried both ways
 PEER_BESIDE = "nvme"  # DeepSpeed keeps gradients in DRAM, so this is the variant like it
 console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 
@@ -169,13 +170,14 @@ class Bench:
             self.failures.append(f"{what}: {error}")
             console.print(f"{what} failed: {error}", style="red", markup=False)
 
-    def take_turns(self, workers: Sequence[Worker], floors: Floors, label: str) -> list[Series]:
-        """Warm-up for each, then the timed rounds, the floors measured after each."""
+    def take_turns(self, workers: Sequence[Worker], floors: Floors, label: str, *, settling: int) -> list[Series]:
+        """Warm-up for each, the first worker's of at least `settling` steps, then the timed rounds, the floors measured
+        after each."""
         args = self._args
         with console.status(label) as line:
-            for worker in workers:
+            for worker, least in itertools.zip_longest(workers, [settling], fillvalue=0):
                 line.update(f"{label}: warming up {worker.name}")
-                worker.call("steps", count=args.warmup, timeout_s=args.start_timeout)
+                worker.call("steps", count=max(args.warmup, least), timeout_s=args.start_timeout)
             return alternate(
                 workers,
                 num_rounds=args.rounds,
@@ -241,7 +243,8 @@ class Bench:
             with self.worker("streamed", variant.name, **spec) as ours:
                 plan = ours.call("plan", timeout_s=60)
                 workers = [ours, *others]
-                found = self.take_turns(workers, floors, label)
+                settling = SETTLING_STEPS if (clipping, args.update_overlap) == ("never", "auto") else 0
+                found = self.take_turns(workers, floors, label, settling=settling)
         base = {"size": size.name, "num_params": size.num_params, "micro_batches": num_micro, "clips": clipping}
         alone, rows = floors.take(size.num_params), []
         for worker, series in zip(workers, found, strict=True):
@@ -291,7 +294,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-remat-policy", default=RECOMPUTED, help=policy + "in memory")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (3)")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn (3)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn (2)")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="steps before the first turn (2; more where nothing clips)"
+    )
     parser.add_argument("--matmul-dtype", default="float32", help="bfloat16 where the device has units for it")
     parser.add_argument("--host-fraction", type=float, help="host_memory over the state's bytes (0.2 from 350M up)")
     parser.add_argument("--nvme-path", type=Path, default=Path("bench-pages"), help="folder on the drive to be used")
