@@ -237,7 +237,7 @@ def _commands(trainer: Any, model: ModelSpec, num_rows: int) -> Commands:
     def plan() -> Reply:
         found = trainer.plan
         names = ("arena_bytes", "device_bytes", "peak_rss_bytes", "base_rss_bytes")
-        kinds = ("read_bytes", "write_bytes", "update_read_bytes", "update_write_bytes")
+        kinds = ("read_bytes", "write_bytes", "update_read_bytes", "update_write_bytes", "ahead_read_bytes")
         moved = {name: getattr(found.prediction, name) for name in kinds}
         memory = {name: getattr(found, name) for name in names}
         return {**moved, **memory, "prepare_s": prepare_s, "table": found.table()}

@@ -242,6 +242,9 @@ class Bench:
             spec["run_dir"] = str(folder / "run")
             with self.worker("streamed", variant.name, **spec) as ours:
                 plan = ours.call("plan", timeout_s=60)
+                if clipping == "never":
+                    for kind in ("read_bytes", "update_read_bytes"):
+                        plan[kind] += plan["ahead_read_bytes"]
                 workers = [ours, *others]
                 settling = SETTLING_STEPS if (clipping, args.update_overlap) == ("never", "auto") else 0
                 found = self.take_turns(workers, floors, label, settling=settling)

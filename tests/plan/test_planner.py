@@ -250,6 +250,23 @@ def test_predicted_traffic_per_parameter_is_what_the_design_says():
         assert wanted - 0.5 <= moved <= wanted
 
 
+@pytest.mark.parametrize("gradients", [Tier.HOST, Tier.NVME])
+@pytest.mark.parametrize("hold", [0, 2])
+def test_an_update_beside_backward_reads_weights_again_whose_frames_are_gone(gradients, hold):
+    shape = stack(20)
+    weights = sum(p.weights_bytes for p in shape.pages)
+    tiers = {"weights": Tier.NVME, "optimizer": Tier.NVME, "gradients": gradients, "residuals": Tier.DEVICE}
+
+    def predicted(mode):
+        return plan(shape, options=StreamOptions(update_overlap=mode, update_hold=hold), **tiers).prediction
+
+    forward, backward, auto = (predicted(mode) for mode in ("next_forward", "backward", "auto"))
+    again = 0 if hold and gradients is Tier.HOST else weights
+    assert backward.read_bytes == forward.read_bytes + again
+    assert (auto.read_bytes, auto.ahead_read_bytes) == (forward.read_bytes, again)
+    assert forward.ahead_read_bytes == backward.ahead_read_bytes == 0
+
+
 def test_frames_do_not_grow_with_depth():
     found = {plan(stack(n), **NVME).arena_bytes for n in (16, 32, 64)}
     assert len(found) == 1

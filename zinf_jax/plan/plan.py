@@ -46,7 +46,11 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes moved to and from NVMe per step (the update's apart too), and times; None where a rate was not measured."""
+    """Bytes moved to and from NVMe per step (the update's apart too), and times; None where a rate was not measured.
+
+    With update_overlap "auto" they are those of an update beside the next forward; up to `ahead_read_bytes` are read
+    on top where it runs beside backward, and comes when its page has no frame any more.
+    """
 
     read_bytes: int
     write_bytes: int
@@ -58,6 +62,7 @@ class Prediction:
     overlaps: bool = False
     update_read_bytes: int = 0
     update_write_bytes: int = 0
+    ahead_read_bytes: int = 0
 
     @property
     def step_s(self) -> float | None:
@@ -208,6 +213,8 @@ class Plan:
             f"NVMe per step: read {format_bytes(p.read_bytes)}, write {format_bytes(p.write_bytes)} "
             f"({moved:.1f} bytes per parameter)"
         )
+        if p.ahead_read_bytes:
+            text += f", up to {format_bytes(p.ahead_read_bytes)} more where the update runs beside backward"
         named = {"compute": p.compute_s, "I/O of the passes": p.pass_io_s, "I/O of the update": p.update_io_s,
                  "host work of the update": p.update_host_s, "step": p.step_s}  # fmt: skip
         known = [f"{name} {value:.3g} s" for name, value in named.items() if value is not None]

@@ -294,7 +294,8 @@ class _Builder:
         residuals = sum(
             2 * self.shape.value_bytes[v] * self.shape.num_micro_batches for v, t in spilled.items() if t is Tier.NVME
         )
-        update_read = update_write = touched = 0
+        update_read = update_write = ahead_read = touched = 0
+        overlap = self.options.update_overlap
         for page, tier in zip(pages, tiers, strict=True):
             if not page.gradient_bytes:
                 continue
@@ -303,8 +304,12 @@ class _Builder:
                 update_read += page.gradient_bytes
             moved = (tier.weights is Tier.NVME) * page.weights_bytes + (tier.optimizer is Tier.NVME) * page.record_bytes
             update_write += page.weights_bytes + page.record_bytes if self.options.write_through else moved
-            if self.options.update_overlap in ("next_forward", "auto"):  # the update meets the weights in their frame
-                moved -= (tier.weights is Tier.NVME) * page.weights_bytes
+            read_again = (tier.weights is Tier.NVME) * page.weights_bytes
+            # Beside backward, a gradient on NVMe is whole only when the weights' frame is gone.
+            meets = self.options.update_hold > 0 and tier.gradients is not Tier.NVME
+            if overlap in ("next_forward", "auto") or (overlap == "backward" and meets):
+                moved -= read_again  # the update meets them in their frame
+            ahead_read += read_again * (overlap == "auto" and not meets)
             update_read += moved
             touched += 2 * page.weights_bytes + 2 * page.record_bytes + page.gradient_bytes
         flops = sum(_flops(self.shape.units[p.unit], p.phase) * self.shape.group_sizes[p.group] for p in self.positions)
@@ -320,6 +325,7 @@ class _Builder:
             overlaps=self.options.update_overlap != "none",
             update_read_bytes=update_read,
             update_write_bytes=update_write,
+            ahead_read_bytes=ahead_read,
         )
 
 
