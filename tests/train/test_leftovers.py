@@ -119,6 +119,7 @@ def test_temporaries(tmp_path):
     (tmp_path / "commits.damaged-1").mkdir()  # not a run's
     saved = tmp_path / ".saved.12345678.tmp"
     saving = RunDir(saved)
+    (saved / ".run.json.12345678.tmp").touch()  # it died in its last write
     age(run / ".generate-abcd1234", saved, tmp_path / "commits.damaged-1")
     ours = [".run.json.12345678.tmp", ".step_00000003.12345678.tmp", ".abandoned-step_00000009-123456",
             ".generate-abcd1234", "commits.damaged-1", "prepare-0.log.tmp"]  # fmt: skip
@@ -127,7 +128,10 @@ def test_temporaries(tmp_path):
     assert names(tmp_path) == [".aio_probe_999999999_00000000", ".generate-abcd1234"]
     owner.release()
     saving.release()
-    assert saved.name in names(tmp_path)
+    there = names(tmp_path)
+    assert saved.name in there and there.count(".run.json.12345678.tmp") == 1, "found with its directory"
+    assert all(leftovers.delete(leftover) for leftover in find([tmp_path]))
+    assert not names(tmp_path) and not saved.exists()
 
 
 def test_what_comes_to_life_between_looking_and_removing_stays(tmp_path):

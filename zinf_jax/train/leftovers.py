@@ -78,7 +78,8 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> list[Leftover]:
                 leftover = _judge(entry)
                 if leftover is not None:
                     found.setdefault(leftover.path, leftover)
-    return sorted(found.values(), key=lambda leftover: leftover.path)
+    whole = [leftover for leftover in found.values() if leftover.path.parent not in found]
+    return sorted(whole, key=lambda leftover: leftover.path)
 
 
 def delete(leftover: Leftover) -> bool:
@@ -207,7 +208,7 @@ def _directory(path: pathlib.Path) -> tuple[str, str] | None:
         return _pages(path, found[1], names)
     if _TEMPORARY_RUN.fullmatch(path.name) and LOCK in names:
         return _unowned(path, "run without a run_dir", path)
-    if _UNFINISHED.fullmatch(path.name) and names <= _CHECKPOINT_FILES:
+    if _UNFINISHED.fullmatch(path.name) and all(name in _CHECKPOINT_FILES or _passing(name) for name in names):
         run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path
         return _unowned(run_dir, "unfinished checkpoint", path) if held_by(path) is None else None
     if _ABANDONED.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
