@@ -20,7 +20,7 @@ import pytest
 from tests.train import kill_worker
 from zinf_jax.stream.engine import VERSIONED
 from zinf_jax.train import leftovers
-from zinf_jax.train.rundir import LOCK, read_manifest
+from zinf_jax.train.rundir import LOCK, OWNER_FILE, read_manifest
 from zinf_jax.train.source import extents_of, open_source, page_directories, retained_steps
 from zinf_jax.train.source import read_commits as read_committed
 from zinf_jax.train.verify import verify
@@ -217,18 +217,25 @@ def chain(server, name, number, chance, *, limit, timed=0.2, cuts=0.4, how="kill
     assert not {p.name for p in run_dir.rglob("*") if ".tmp" in p.name}
     assert verify(run_dir).whole
     for drive in drives(side, VARIANTS[name]):
+        clean_old([drive], [path for path in drive.iterdir() if not (path / OWNER_FILE).exists()])
         assert len([*drive.iterdir()]) == 1, "pages of an attempt that never had a manifest are left"
     assert_saved(side, server.folder / f"side-straight-{name}")
     shutil.rmtree(run_dir)
     return kills
 
 
+def clean_old(folders, unowned):
+    """Removes what killed attempts left. What had no owner yet is nobody's only once it is old."""
+    for path in unowned:
+        for entry in (*path.iterdir(), path):
+            os.utime(entry, (0, 0))
+    for found in leftovers.find(folders):
+        assert found.path in unowned and leftovers.delete(found), found
+
+
 def assert_saved(side, straight):
     """The checkpoint has the bits of the undisturbed run's; what killed attempts left of it can be cleaned."""
-    for unfinished in (side / "saved").glob(".*"):
-        os.utime(unfinished, (0, 0))  # without a lock in it yet, it is nobody's only once it is old
-    for found in leftovers.find([side / "saved"]):
-        assert leftovers.delete(found), found
+    clean_old([side / "saved"], [*(side / "saved").glob(".*")])
     assert os.listdir(side / "saved") == os.listdir(straight / "saved")
     saved, wanted = side / kill_worker.SAVED, straight / kill_worker.SAVED
     assert verify(saved).whole
