@@ -163,6 +163,7 @@ def test_a_small_run_from_plan_to_text(tmp_path: Path) -> None:
         return result.stdout
 
     planned = call("plan", config)
+    assert "2 versions" in planned and "4 versions" in call("plan", config, "-s", "train.save_every=1")
     assert "NVMe per step" in planned
     assert "no max_in_cpu" in planned  # a note
     call("train", config, "-d", run_dir, "--steps", 2)

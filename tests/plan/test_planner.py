@@ -98,7 +98,11 @@ def test_me02_the_largest_item_is_named():
     with pytest.raises(zinf.PlanError) as caught:
         plan(stack(4, elements=1 << 28), hardware(256 * MIB), options, **NVME)
     text = str(caught.value)
-    for part in ("host_memory is 256.00 MiB", "largest: frames of the update", "lower chunk_bytes (4.00 GiB)"):
+    for part in (
+        "host_memory is 256.00 MiB",
+        "largest: frames of the update",
+        "streaming.chunk_bytes (4.00 GiB)",
+    ):
         assert part in text, text
     assert "tier     what" in text, "the table is there"
 

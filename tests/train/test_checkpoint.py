@@ -46,6 +46,16 @@ def test_a_resumed_run_equals_the_undisturbed_one(tmp_path, tier, precision):
     assert resumed.losses == straight.losses[3:]
 
 
+def test_a_closed_trainer_says_so():
+    made = trainer(placed("nvme"))
+    advance(made, 1)
+    made.close()
+    for use in (lambda: made.step(blocks.batch()), lambda: made.save("x"), lambda: made.plan, made.stats):
+        with pytest.raises(zinf.ZinfError, match="this trainer is closed: make another one"):
+            use()
+    made.close()
+
+
 def test_a_checkpoint_moves_between_tiers(tmp_path):
     straight = run(placed("host"), steps=4)
     with trainer(placed("nvme"), run_dir=tmp_path / "a") as made:

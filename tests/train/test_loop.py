@@ -165,14 +165,17 @@ def test_steps_are_kept_in_place_as_asked_and_can_be_gone_back_to(make_config, t
 
 
 def test_a_run_without_a_step_left_says_how_it_went(make_config, tmp_path, monkeypatch):
-    summary, _ = _run(make_config(), tmp_path / "run", steps=1)
+    wish = tmp_path / "t.json"
+    summary, output = _run(make_config(), tmp_path / "run", steps=1, trace=wish)
+    missed = f"no trace in {wish}: it was to begin with step 2 of this process, which took "
+    assert missed + "1" in output and not wish.exists()
 
     def refuse(*args, **kwargs):
         raise AssertionError("set up for nothing")
 
     monkeypatch.setattr(loop, "make_trainer", refuse)
-    again, output = _run(make_config(), tmp_path / "run", steps=1, resume="auto")
-    assert again == summary and "finished at step 1" in output
+    again, output = _run(make_config(), tmp_path / "run", steps=1, resume="auto", trace=wish)
+    assert again == summary and "finished at step 1" in output and missed + "0" in output
 
 
 def test_a_run_is_not_overwritten_unless_asked(make_config, tmp_path):

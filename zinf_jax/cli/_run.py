@@ -72,7 +72,7 @@ def train(
 
 @app.command()
 def plan(ctx: typer.Context, config: ConfigArg, set_: SetOption = None) -> None:
-    """Print what a run would do, without weights: pages and tiers, schedule, peak memory, predicted step time.
+    """Print what a run would do, without weights: pages and tiers, schedule, peak memory, bytes per step.
 
     [bold]Examples[/]
 

@@ -141,5 +141,5 @@ def markdown() -> str:
             lines.append(f"* `{where}.type: {name}`: {', '.join(f'`{field}`' for field in section.model_fields)}")
     lines += ["", "## DeepSpeed's keys", "", "| key (other spellings) | here | how or why |", "| --- | --- | --- |"]
     for name, what, why in deepspeed_rows():
-        lines.append(f"| `{name}` | {what} | {why} |".replace(" | nvme", " \\| nvme"))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", what, why)) + " |")
     return "\n".join(lines) + "\n"

@@ -344,9 +344,11 @@ def _check(plan: Plan, hardware: Hardware, options: StreamOptions, placement: Pl
         biggest = max((i for i in plan.items if i.tier is Tier.HOST), key=lambda i: i.num_bytes)
         advice = [f"raise host_memory to {format_bytes(plan.host_bytes)}"]
         if options.lookahead > 0:
-            advice.append(f"lower lookahead ({options.lookahead})")
+            advice.append(f"lower streaming.lookahead ({options.lookahead})")
         if biggest.kind == "frames of the update":
-            advice.append(f"lower chunk_bytes ({format_bytes(options.chunk_bytes)}) or num_chunk_frames")
+            advice.append(
+                f"lower streaming.chunk_bytes ({format_bytes(options.chunk_bytes)}) or streaming.num_chunk_frames"
+            )
         kind = biggest.kind.removeprefix("mirror of ")
         if kind in ("weights", "optimizer", "gradients", "residuals"):
             advice.append(placement.advice(kind))

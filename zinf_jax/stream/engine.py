@@ -89,11 +89,15 @@ class EngineOptions:
         smaller = dataclasses.replace(self.stream, update_overlap="next_forward", update_hold=0)
         yield smaller
         least = {"num_chunk_frames": 2, "lookahead": 1, "chunk_bytes": smaller.chunk_bytes // 4}
+        given: dict[str, Any] = {}
         for names in (("num_chunk_frames",), tuple(least)):
             given = {name: min(least[name], getattr(smaller, name)) for name in names if name in self.lowered}
             if given:
                 yield dataclasses.replace(smaller, **given)
-        yield dataclasses.replace(smaller, update_overlap="none")
+        apart = dataclasses.replace(smaller, update_overlap="none")
+        yield apart
+        if given:
+            yield dataclasses.replace(apart, **given)
 
 
 @dataclasses.dataclass(frozen=True)

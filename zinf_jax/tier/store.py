@@ -238,8 +238,8 @@ class PageStore:
         return CorruptionError(
             f"{kind} of page {name!r} is not what was written: {place.num_bytes} bytes at offset {offset} of {file}, "
             f"written in step {version}, have checksum {found:08x}, expected {expected:08x}. Nothing was trained on "
-            "them. Resume with integrity.fallback: true to go back to the newest step that is whole, or from a "
-            "checkpoint; check the drive"
+            "them. Resume with integrity.fallback: true to go back to the newest step that is whole, if one is left "
+            "(zinf verify says which), or from a checkpoint; check the drive"
         )
 
     # --- whole states -------------------------------------------------------------------------------------------

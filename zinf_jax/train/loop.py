@@ -3,7 +3,7 @@
     RUN_DIR/config.yaml         the config as it was resolved; what the resume command names
     RUN_DIR/metrics.jsonl       one line a step; RUN_DIR/tensorboard/ the same
     RUN_DIR/data/               tokenizer and tokens, made once
-    RUN_DIR/checkpoints/        every `train.save_every` steps
+    RUN_DIR/retained/           every `train.save_every` steps, in place; RUN_DIR/checkpoints/ with durability off
     RUN_DIR/loss.png, summary.json, sample.txt    (samples of all steps are in the metrics)
 
 Guarantees:
@@ -45,6 +45,7 @@ from zinf_jax.train.recipe import (
     first_batch,
     make_trainer,
     sample_tokens,
+    with_saves,
 )
 from zinf_jax.train.report import Peak, Summary, Traffic
 from zinf_jax.train.shutdown import Shutdown
@@ -103,10 +104,9 @@ def run(
     done = _already_done(run_dir, num_steps) if resume == "auto" else None
     if done is not None:
         _show(console, done)
+        _miss(console, wish, 0)
         return done
-    if config.train.save_every and config.streaming.num_retained == 0:  # the space is reserved at the start
-        streaming = config.streaming.model_copy(update={"num_retained": options.keep_last})
-        config = config.model_copy(update={"streaming": streaming})
+    config = with_saves(config)
     with shutdown or Shutdown() as flag, Display(console, num_steps, config.train.log_every) as display:
         spec = build_model(config)
         batch_size = batch_size_of(config)
@@ -132,7 +132,18 @@ def run(
     report.plot_losses(run_dir)
     (run_dir / SUMMARY_FILE).write_text(json.dumps(report.figures(summary), indent=2) + "\n")
     _show(console, summary)
+    if summary.trace is None:
+        _miss(console, wish, summary.num_steps)
     return summary
+
+
+def _miss(console: Console, wish: TraceWish | None, num_steps: int) -> None:
+    """Nobody waits for a trace that was never begun."""
+    if wish is not None:
+        text = (
+            f"no trace in {wish.path}: it was to begin with step {wish.start} of this process, which took {num_steps}"
+        )
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _about(trainer: Trainer, spec: ModelSpec, run_dir: Path) -> Iterator[str]:

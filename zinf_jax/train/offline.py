@@ -25,6 +25,7 @@ from zinf_jax.train.recipe import (
     first_batch,
     make_trainer,
     sample_tokens,
+    with_saves,
 )
 from zinf_jax.train.shutdown import Shutdown
 from zinf_jax.train.signature import LossSignature
@@ -38,6 +39,7 @@ def plan(config: Config) -> Plan:
       ConfigError, CutError: the config cannot work.
       PlanError: it does not fit; the message holds the table.
     """
+    config = with_saves(config)
     spec = build_model(config)
     topology = setup.make_topology(config, None)
     abstract = jax.eval_shape(spec.init_fn, jax.random.key(config.seed))

@@ -95,6 +95,15 @@ def batch_size_of(config: Config) -> int:
     return size
 
 
+def with_saves(config: Config) -> Config:
+    """With the space for the steps that the loop keeps in place, which is reserved at the start."""
+    if not config.train.save_every or config.streaming.num_retained:
+        return config
+    kept = LoopOptions.of(config.train.extra).keep_last
+    streaming = config.streaming.model_copy(update={"num_retained": kept})
+    return config.model_copy(update={"streaming": streaming})
+
+
 def make_trainer(config: Config, spec: ModelSpec, run_dir: Path | None, **kwargs: Any) -> Trainer:
     """A trainer for the config's model, which is initialised page by page."""
     params = lazy(spec.init_fn, jax.random.key(config.seed))

@@ -100,6 +100,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._loss_scale = loss_scale.create(self.config.fp16) if self.config.fp16.enabled else None
         self._engine: StreamEngine | None = None
+        self._closed = False
         self._broken: BaseException | None = None
         self._account = Account()
         self._recorder = StepRecorder()
@@ -123,6 +124,7 @@ class Trainer:
         """
         if self._engine is not None:
             return self
+        self._check_open()
         built = setup.build_step(
             self._loss_fn, self._signature, self._abstract, self.config, self._topology, self._optimizer, batch,
             state=self.state, rng=self._rng, durability=self._run.durability, check=self._check_source,
@@ -184,9 +186,14 @@ class Trainer:
                 f"this trainer stopped at an earlier error ({failure}); its state may be a mix of two steps: "
                 "resume from the last committed step or a checkpoint"
             ) from failure
+        self._check_open()
         if self._engine is None:
             raise ConfigError("nothing is set up yet: call prepare(batch) or step(batch) first")
         return self._engine
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ZinfError("this trainer is closed: make another one (resume='auto' goes on from where it stopped)")
 
     def _at_rest(self) -> StreamEngine:
         """The engine, with every update of the steps taken so far done."""
@@ -466,7 +473,7 @@ class Trainer:
                 self._run.rest(self._at_rest(), self._counters())
         finally:
             self._finalizer()
-            self._engine = None
+            self._engine, self._closed = None, True
 
     def __enter__(self) -> "Trainer":
         return self

@@ -400,6 +400,7 @@ def _advice(path: pathlib.Path, steps: Iterable[StepReport], problems: Iterable[
         newest = max(good, key=lambda step: step.step)
         yield (
             f"step {newest.step} ({newest.where}) is whole: resume='auto' with integrity.fallback: true goes back to it"
+            " (a resume without goes on from the damaged one, and overwrites this one where it is not kept in place)"
             if committed is not None
             else f"step {newest.step} ({newest.where}) is whole: resume={str(newest.path)!r}"
         )
