@@ -15,7 +15,7 @@ import tempfile
 from cffi import FFI
 
 HERE = pathlib.Path(__file__).resolve().parent
-SOURCES = ("engine.c", "rings.c", "threads.c", "sums.c", "file.c", "arena.c", "checksum.c", "faults.c")
+SOURCES = ("engine.c", "rings.c", "threads.c", "file.c", "arena.c", "checksum.c", "faults.c")
 
 PROBE = """
 #include <linux/aio_abi.h>

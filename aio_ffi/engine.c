@@ -42,7 +42,6 @@ int zaio_engine_create(const zaio_options *options, zaio_engine **out) {
     pthread_mutex_init(&engine->mutex, NULL);
     cond_init_monotonic(&engine->completed);
     cond_init_monotonic(&engine->work);
-    sums_start(engine);
     int rc = options->num_rings ? rings_start(engine) : 0;
     if (rc < 0) {
         zaio_engine_free(engine);
@@ -53,17 +52,17 @@ int zaio_engine_create(const zaio_options *options, zaio_engine **out) {
 }
 
 /* Signals belong to the interpreter's main thread: a worker that took one would only turn it into EINTR. */
-int start_thread(pthread_t *thread, void *(*main)(void *), void *arg, const char *name) {
+int start_thread(worker *worker, void *(*main)(void *)) {
     sigset_t all, old;
     sigfillset(&all);
     pthread_attr_t attr;
     pthread_attr_init(&attr);
     pthread_attr_setstacksize(&attr, 256 << 10);
     pthread_sigmask(SIG_SETMASK, &all, &old);
-    int rc = pthread_create(thread, &attr, main, arg);
+    int rc = pthread_create(&worker->thread, &attr, main, worker);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     pthread_attr_destroy(&attr);
-    if (rc == 0) pthread_setname_np(*thread, name); /* what top and perf show */
+    if (rc == 0) pthread_setname_np(worker->thread, "zinf-aio"); /* what top and perf show */
     return -rc;
 }
 
@@ -92,7 +91,6 @@ void zaio_engine_close(zaio_engine *engine) {
     pthread_mutex_unlock(&engine->mutex);
     if (!first) return;
     for (int i = 0; i < NUM_LANES; i++) stop_lane(engine, &engine->lanes[i]);
-    sums_stop(engine);
     pthread_mutex_lock(&engine->mutex);
     engine->closed = true;
     pthread_cond_broadcast(&engine->completed);
@@ -103,7 +101,6 @@ void zaio_engine_free(zaio_engine *engine) {
     zaio_engine_close(engine);
     faults_free(engine);
     pthread_cond_destroy(&engine->work);
-    pthread_cond_destroy(&engine->sums.work);
     pthread_cond_destroy(&engine->completed);
     pthread_mutex_destroy(&engine->mutex);
     free(engine);

@@ -55,6 +55,7 @@ struct ring {
     slot **again; /* to be issued once more: short, EINTR */
     struct iocb **batch;
     struct io_event *events;
+    zaio_op *unsummed; /* stack: all their pieces are in; their checksums wait until the device has work again */
     char *bounce;
 };
 
@@ -90,8 +91,10 @@ static void release(struct ring *ring, slot *slot) {
 }
 
 static void finish(struct ring *ring, const piece *piece, int error, bool end_of_file) {
-    zaio_op *unsummed = finish_piece(ring->worker->engine, piece, error, end_of_file);
-    if (unsummed) sums_take(ring->worker->engine, unsummed);
+    zaio_op *op = finish_piece(ring->worker->engine, piece, error, end_of_file);
+    if (!op) return;
+    op->next = ring->unsummed;
+    ring->unsummed = op;
 }
 
 static void finish_slot(struct ring *ring, slot *slot, int error, bool end_of_file) {
@@ -284,6 +287,13 @@ static void *ring_main(void *arg) {
     struct ring *ring = worker->ring;
     for (;;) {
         fill(ring);
+        if (ring->unsummed) {
+            zaio_op *op = ring->unsummed;
+            ring->unsummed = op->next;
+            finish_checksum(op);
+            if (ring->in_flight) reap(ring); /* one at a time: what completed meanwhile is refilled first */
+            continue;
+        }
         if (!ring->in_flight) {
             pthread_mutex_lock(&engine->mutex);
             bool stop = engine->stopping && !worker->lane->num_waiting;
@@ -361,7 +371,7 @@ int rings_start(zaio_engine *engine) {
         rc = ring_create_any_depth(worker, depth);
         if (rc < 0) break;
         depth = rc;
-        int error = start_thread(&worker->thread, ring_main, worker, "zinf-aio");
+        int error = start_thread(worker, ring_main);
         if (error) {
             ring_stop(worker);
             rc = error;

@@ -112,7 +112,7 @@ int threads_start(zaio_engine *engine) {
     int rc = 0;
     for (int i = 0; i < wanted && !rc; i++) {
         workers[i] = (worker){.engine = engine, .lane = lane, .index = i, .event_fd = -1};
-        rc = start_thread(&workers[i].thread, worker_main, &workers[i], "zinf-aio");
+        rc = start_thread(&workers[i], worker_main);
         pthread_mutex_lock(&engine->mutex);
         lane->num_workers += !rc;
         pthread_mutex_unlock(&engine->mutex);

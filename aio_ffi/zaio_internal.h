@@ -21,7 +21,7 @@ enum { LANE_RINGS = 0, LANE_THREADS = 1, NUM_LANES = 2, MAX_WORKERS = 64 /* bits
 struct zaio_op {
     zaio_engine *engine;
     zaio_file *file;
-    zaio_op *next, *prev; /* in its lane's queue while pieces of it are not issued yet; next: then among `sums` */
+    zaio_op *next, *prev; /* in its lane's queue while pieces of it are not issued yet; next: then a ring's `unsummed` */
     char *buffer;
     int64_t num_bytes, offset;
     int64_t seed;       /* of its checksum; negative: none */
@@ -74,15 +74,6 @@ struct worker {
     char *bounce; /* threads */
 };
 
-/* Ops whose pieces are all in, and the threads that make their checksums; guarded by the engine's mutex. */
-typedef struct {
-    zaio_op *head, *tail;
-    pthread_cond_t work;
-    pthread_t threads[MAX_WORKERS];
-    int num_threads; /* fixed once the first ring runs */
-    bool stopping;
-} sums;
-
 typedef struct {
     int64_t seen, after, times, value;
 } fault;
@@ -102,7 +93,6 @@ struct zaio_engine {
     pthread_cond_t work;      /* for the thread lane */
     zaio_options options;
     lane lanes[NUM_LANES];
-    sums sums;
     zaio_statistics stats;
     int64_t busy_since_ns;
     int num_waiters;
@@ -119,7 +109,7 @@ bool take_piece(zaio_engine *engine, worker *worker, piece *out);   /* caller ho
 /* Returns the op if all its pieces are in and its checksum is due: the caller then owes it finish_checksum. */
 zaio_op *finish_piece(zaio_engine *engine, const piece *piece, int error, bool end_of_file);
 void finish_checksum(zaio_op *op); /* reads the whole buffer */
-int start_thread(pthread_t *thread, void *(*main)(void *), void *arg, const char *name);
+int start_thread(worker *worker, void *(*main)(void *));
 void *bounce_alloc(zaio_engine *engine);
 
 /* threads.c */
@@ -127,11 +117,6 @@ int threads_start(zaio_engine *engine);
 int sync_piece(zaio_engine *engine, piece *piece, char **bounce, bool *end_of_file);
 int finish_buffered(zaio_engine *engine, piece *piece, char *memory, bool *end_of_file);
 int finish_block(zaio_engine *engine, piece *piece, char *memory, bool *end_of_file);
-
-/* sums.c */
-void sums_start(zaio_engine *engine);
-void sums_take(zaio_engine *engine, zaio_op *op); /* what finish_piece has returned */
-void sums_stop(zaio_engine *engine);              /* makes all that are left first */
 
 /* rings.c */
 int rings_start(zaio_engine *engine);

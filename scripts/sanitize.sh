@@ -8,7 +8,7 @@ if [ "${1:-}" = --python ]; then python=1; shift; fi
 seconds=${1:-2}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-sources="aio_ffi/engine.c aio_ffi/rings.c aio_ffi/threads.c aio_ffi/sums.c aio_ffi/file.c aio_ffi/checksum.c aio_ffi/faults.c"
+sources="aio_ffi/engine.c aio_ffi/rings.c aio_ffi/threads.c aio_ffi/file.c aio_ffi/checksum.c aio_ffi/faults.c"
 
 for sanitizer in address,undefined thread; do
   gcc -std=gnu11 -g -O1 -Wall -Wextra -fno-omit-frame-pointer -fsanitize=$sanitizer -fno-sanitize-recover=all \

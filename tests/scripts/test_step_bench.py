@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zinf_jax import models
+from zinf_jax.stream.overlap import OverlapChooser
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -189,6 +190,17 @@ def test_floors_are_medians_of_what_was_measured_since():
     assert found["host_work_s"] == 30.0
     floors.measure()
     assert floors.take(10)["disk"]["read_gbps"] == 7.0
+
+
+def test_a_run_that_is_never_clipped_has_tried_both_ways_before_it_is_timed():
+    chooser = OverlapChooser("auto", clips=True)
+    ways = []
+    for _ in range(bench_step.SETTLING_STEPS + 20):
+        ways.append(chooser.runs_ahead)
+        chooser.saw(as_assumed=True, undone=False)
+        chooser.took(1.0 if ways[-1] else 2.0)
+    assert False in ways[chooser.PATIENCE : bench_step.SETTLING_STEPS] and True in ways[: bench_step.SETTLING_STEPS]
+    assert all(ways[bench_step.SETTLING_STEPS :])
 
 
 def test_host_memory_is_a_fifth_from_350m_up():

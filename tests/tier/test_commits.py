@@ -9,28 +9,11 @@ import numpy as np
 import pytest
 
 from tests.tier import group
+from tests.tier.group import same, tables_at
 from zinf_jax.errors import ResumeError, StoreError
 from zinf_jax.tier.commits import CommitLog, read_commits
 from zinf_jax.tier.journal import Journal, parse, read
-from zinf_jax.tier.versions import Table, Tables, delta
-
-SIZES = {"weights": 6, "optimizer": 3, "none": 0}
-
-
-def tables_at(step: int) -> Tables:
-    """Of a run in which each step changes every third chunk."""
-    found = {kind: Table.empty(n) for kind, n in SIZES.items()}
-    for done in range(step + 1):
-        for kind, n in SIZES.items():
-            for index in range(n):
-                if done == 0 or index % 3 == done % 3:
-                    table = found[kind]
-                    table.bank[index], table.checksum[index], table.version[index] = done % 2, 1000 * done + index, done
-    return found
-
-
-def same(one: Tables, other: Tables) -> bool:
-    return list(one) == list(other) and all(len(one[kind].changed_since(other[kind])) == 0 for kind in other)
+from zinf_jax.tier.versions import delta
 
 
 def holds(commit, step: int) -> bool:
@@ -187,14 +170,14 @@ def test_processes_that_are_killed_agree_on_the_last_step(tmp_path, num_processe
     for process in range(num_processes):
         last, _ = read_commits(tmp_path, process=process)
         assert last is not None and last.meta["step"] == 11
-        assert group.equal(last.tables, group.tables_at(process, 11))
+        assert same(last.tables, tables_at(11, process))
 
 
 def test_a_step_that_only_some_processes_have_prepared_is_not_committed(tmp_path):
     group.run_together(tmp_path, 2, 3, {})
     log = CommitLog(tmp_path, process=1, peers=_Gone(1))
     with pytest.raises(ConnectionError):
-        log.commit({"step": 3}, group.tables_at(1, 3))
+        log.commit({"step": 3}, tables_at(3, 1))
     log.close()
     assert read(tmp_path / "prepare-1.log")[-1].sequence == 4, "three steps, and the one that only it has prepared"
     said = group.run_together(tmp_path, 2, 4, {})

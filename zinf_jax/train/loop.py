@@ -104,7 +104,7 @@ def run(
     done = _already_done(run_dir, num_steps) if resume == "auto" else None
     if done is not None:
         _show(console, done)
-        _miss(console, wish, 0)
+        _say_what_was_not_traced(console, wish, 0)
         return done
     config = with_saves(config)
     with shutdown or Shutdown() as flag, Display(console, num_steps, config.train.log_every) as display:
@@ -133,12 +133,12 @@ def run(
     (run_dir / SUMMARY_FILE).write_text(json.dumps(report.figures(summary), indent=2) + "\n")
     _show(console, summary)
     if summary.trace is None:
-        _miss(console, wish, summary.num_steps)
+        _say_what_was_not_traced(console, wish, summary.num_steps)
     return summary
 
 
-def _miss(console: Console, wish: TraceWish | None, num_steps: int) -> None:
-    """Nobody waits for a trace that was never begun."""
+def _say_what_was_not_traced(console: Console, wish: TraceWish | None, num_steps: int) -> None:
+    """So that nobody looks for a trace that was never begun."""
     if wish is not None:
         text = (
             f"no trace in {wish.path}: it was to begin with step {wish.start} of this process, which took {num_steps}"

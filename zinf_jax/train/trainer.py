@@ -100,7 +100,6 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._loss_scale = loss_scale.create(self.config.fp16) if self.config.fp16.enabled else None
         self._engine: StreamEngine | None = None
-        self._closed = False
         self._broken: BaseException | None = None
         self._account = Account()
         self._recorder = StepRecorder()
@@ -192,7 +191,7 @@ class Trainer:
         return self._engine
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._finalizer.alive:
             raise ZinfError("this trainer is closed: make another one (resume='auto' goes on from where it stopped)")
 
     def _at_rest(self) -> StreamEngine:
@@ -473,7 +472,7 @@ class Trainer:
                 self._run.rest(self._at_rest(), self._counters())
         finally:
             self._finalizer()
-            self._engine, self._closed = None, True
+            self._engine = None
 
     def __enter__(self) -> "Trainer":
         return self
