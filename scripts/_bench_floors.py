@@ -11,7 +11,7 @@ RECOMPUTED = "nothing_saveable"  # the policy of jax.checkpoint_policies by whic
 
 
 class Floors:
-    """Samples of the rates, taken when told to: a shared machine's drift within minutes.
+    """Samples of the rates, taken when told to: those of a shared machine drift within minutes.
 
     Args:
       memory: Has the model's state in memory, and computes.
