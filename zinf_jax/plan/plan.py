@@ -12,8 +12,8 @@ from zinf_jax.units import format_bytes
 PROCESS_SLACK_BYTES = 64 << 20
 """What a process's own heap grows by while it trains: Python objects, allocator rounding."""
 HOLES_BYTES = 160 << 20
-"""With a tenth of the values: holes between those that wait for backward in the C library's heaps (120 MiB in 30 steps of
-350M parameters, the most of it in the sixth)."""
+"""With a tenth of the values: holes between those that wait for backward in the C library's heaps (up to 120 MiB in 24
+steps of 350M parameters)."""
 KEPT_BYTES = 256 << 20
 """Likewise, where freed buffers are kept for the next step: in the heap of each thread."""
 
