@@ -33,6 +33,7 @@ GIB = 1 << 30
 SCRIPTS = Path(__file__).resolve().parent
 LOG_LINES = 12  # of a failed worker's log, in the error
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"}  # of all sides with JAX alike
 
 
 class WorkerError(RuntimeError):

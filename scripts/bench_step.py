@@ -33,6 +33,7 @@ from typing import Any
 
 from _bench import (
     HUGE_PAGES,
+    MALLOC,
     SCRIPTS,
     SIZES,
     ModelSize,
@@ -126,7 +127,7 @@ class Bench:
     def worker(self, kind: str, name: str, **spec: Any) -> Worker:
         spec |= {"kind": kind, "matmul_dtype": self._args.matmul_dtype}
         timeout_s = self._args.start_timeout
-        env = {**HUGE_PAGES, **worker_env()}  # all sides alike
+        env = {**MALLOC, **worker_env()}
         return Worker(name, worker_argv(), spec, log_dir=self._logs, env=env, start_timeout_s=timeout_s)
 
     @contextmanager

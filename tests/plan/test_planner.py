@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import zinf_jax as zinf
 from tests.plan.shapes import GIB, MIB, OPTIONS, PAGE, hardware, page, plan, stack, steps
-from zinf_jax.plan import BYTES_OF, PlacementOptions, StreamOptions, Tier, plan_evaluation, planner
+from zinf_jax.plan import BYTES_OF, Freed, PlacementOptions, StreamOptions, Tier, plan_evaluation, planner
 from zinf_jax.plan.placement import floor_tiers, promote
-from zinf_jax.plan.plan import KEPT_BYTES, PROCESS_SLACK_BYTES
+from zinf_jax.plan.plan import HOLES_BYTES, KEPT_BYTES, PROCESS_SLACK_BYTES
 from zinf_jax.units import format_bytes
 
 PROPERTY = settings(max_examples=100, deadline=None)
@@ -315,9 +315,9 @@ def test_a_plan_prints_as_a_table_and_a_timeline():
 def test_peak_rss_is_everything_together():
     found = plan(stack(4), hardware(cache_pages=True), **NVME)
     assert found.peak_rss_bytes == PROCESS_SLACK_BYTES + found.arena_bytes + found.device_bytes
-    unlimited = plan(stack(4), hardware(), **NVME)  # what is freed is then kept for the next step
-    kept = KEPT_BYTES + unlimited.device_bytes // 10
-    assert unlimited.peak_rss_bytes == PROCESS_SLACK_BYTES + unlimited.arena_bytes + unlimited.device_bytes + kept
+    for freed, more in ((Freed.KEPT, KEPT_BYTES), (Freed.SHARED, HOLES_BYTES)):  # stays for the next step
+        holds = plan(stack(4), hardware(cache_pages=True, freed=freed), **NVME)
+        assert holds.peak_rss_bytes == found.peak_rss_bytes + more + found.device_bytes // 10
     beside = plan(stack(4), hardware(aliases=False), **NVME)
     assert beside.peak_rss_bytes == PROCESS_SLACK_BYTES + beside.arena_bytes, "a device has its own memory"
     assert beside.device_bytes > found.device_bytes

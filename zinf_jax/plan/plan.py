@@ -6,7 +6,7 @@ from functools import cached_property
 
 from zinf_jax.plan.placement import PageTiers
 from zinf_jax.plan.schedule import Phase, Position, Residency, ValueLife
-from zinf_jax.plan.shape import Hardware, StepShape, StreamOptions, Tier
+from zinf_jax.plan.shape import Freed, Hardware, StepShape, StreamOptions, Tier
 from zinf_jax.units import format_bytes
 
 PROCESS_SLACK_BYTES = 64 << 20
@@ -15,7 +15,7 @@ HOLES_BYTES = 160 << 20
 """With a tenth of the values: holes between those that wait for backward in the C library's heaps (up to 120 MiB in 24
 steps of 350M parameters)."""
 KEPT_BYTES = 256 << 20
-"""Likewise, where freed buffers are kept for the next step: in the heap of each thread."""
+"""Likewise, where freed buffers are kept for the next step in the heap of each thread."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +129,18 @@ class Plan:
     def peak_rss_bytes(self) -> int:
         """Of the process: what it held before, the arena, and on a CPU the device's memory too."""
         device = self.device_bytes if self.hardware.aliases else 0
-        if device and not self.hardware.cache_pages:
-            device += device // 10 + KEPT_BYTES
-        elif device and any(unit.saved for unit in self.shape.units):
-            device += device // 10 + HOLES_BYTES
+        if device:
+            device += self._freed_bytes(device)
         return self.base_rss_bytes + PROCESS_SLACK_BYTES + self.host_bytes + device
+
+    def _freed_bytes(self, device_bytes: int) -> int:
+        """What the C library holds beside the device's memory, of what was freed."""
+        freed = self.hardware.freed
+        if freed is Freed.KEPT:
+            return device_bytes // 10 + KEPT_BYTES
+        if freed is Freed.SHARED or any(unit.saved for unit in self.shape.units):
+            return device_bytes // 10 + HOLES_BYTES
+        return 0
 
     @property
     def overlaps(self) -> bool:

@@ -94,6 +94,18 @@ class StepShape:
         return sum(self.group_sizes)
 
 
+class Freed(enum.StrEnum):
+    """What becomes of memory that the process frees; on the CPU backend the device's buffers are such memory.
+
+    RETURNED: The system has it at once. KEPT: it stays in the heap of the thread that took it, for the next step.
+    SHARED: it stays in the one heap of all threads, which then needs less.
+    """
+
+    RETURNED = "returned"
+    KEPT = "kept"
+    SHARED = "shared"
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """Figures of the machine; bandwidths in GB/s (1e9 bytes), None where not measured.
@@ -101,8 +113,9 @@ class Hardware:
     Attributes:
       device_memory, host_memory: Budgets in bytes for everything that this run keeps there.
       cache_pages: Use what `host_memory` leaves to keep streamed pages between uses. False where nobody gave a budget:
-        memory then does not grow with the number of layers, and what the process frees it keeps for its next step.
+        memory then does not grow with the number of layers.
       aliases: Device arrays share host memory (the CPU backend): a fetch copies nothing.
+      freed: What becomes of memory that the process frees.
       read_gbps, write_gbps, mixed_gbps: NVMe; `mixed` is reads plus writes when both run.
       flops: Rate of the device in FLOP/s.
       update_gbps: Bytes per second that the host update moves in memory.
@@ -112,6 +125,7 @@ class Hardware:
     host_memory: int
     aliases: bool
     cache_pages: bool = True
+    freed: Freed = Freed.RETURNED
     read_gbps: float | None = None
     write_gbps: float | None = None
     mixed_gbps: float | None = None

@@ -221,6 +221,7 @@ def hardware_of(topology: Topology, options: EngineOptions) -> Hardware:
         host_memory=options.host_memory if options.host_memory is not None else available * 4 // 5,
         aliases=topology.aliases,
         cache_pages=options.host_memory is not None,
+        freed=heap.choose(bounded=options.host_memory is not None),
     )
 
 
@@ -295,11 +296,9 @@ class StreamEngine:
         self.program, self.layout, self.topology = setup.program, setup.layout, setup.topology
         self.record, self.options = setup.record, setup.options
         self.counters = Counters()
-        if self.options.host_memory is None:
-            heap.keep_freed()
-        else:  # where values wait for backward between temporaries of their size, giving back less is 4% of a step
-            heap.return_freed(8 << 20 if any(unit.saved for unit in setup.program.graph.units) else 4 << 20)
         self.plan = setup.plan()
+        values_wait = any(unit.saved for unit in setup.program.graph.units)
+        heap.apply(self.plan.hardware.freed, values_wait=values_wait)
         self.arena = FrameArena(self.plan.arena_bytes, lock=self.options.lock)
         if not self.topology.aliases and (reason := self.arena.register(self.topology.mesh.local_devices[0].client)):
             warnings.warn(reason, stacklevel=2)

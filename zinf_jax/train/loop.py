@@ -30,6 +30,7 @@ from rich.console import Console
 from zinf_jax.config import Config, check_paths, load
 from zinf_jax.errors import ConfigError
 from zinf_jax.models import ModelSpec
+from zinf_jax.stream import heap
 from zinf_jax.stream.stats import Stats, reset_peak_rss
 from zinf_jax.train import report, wear
 from zinf_jax.train.data import Data
@@ -150,6 +151,9 @@ def _about(trainer: Trainer, spec: ModelSpec, run_dir: Path) -> Iterator[str]:
     yield f"{spec.name}: {spec.num_params() / 1e6:.1f}M parameters; run directory {run_dir}"
     yield from trainer.plan.table().splitlines()
     yield from trainer.plan.summary().splitlines()
+    hardware = trainer.plan.hardware
+    if hardware.aliases and (advice := heap.advice(hardware.freed)):
+        yield advice
     if trainer.global_step:
         yield f"resumed at step {trainer.global_step}"
 
