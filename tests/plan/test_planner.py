@@ -256,18 +256,21 @@ def test_predicted_traffic_per_parameter_is_what_the_design_says():
 
 @pytest.mark.parametrize("gradients", [Tier.HOST, Tier.NVME])
 @pytest.mark.parametrize("hold", [0, 2])
-def test_an_update_beside_backward_reads_weights_again_whose_frames_are_gone(gradients, hold):
+def test_an_update_beside_backward_meets_what_is_in_frames(gradients, hold):
+    """Weights and spilled gradients too, but for pages whose gradient is complete with the norm."""
     shape = stack(20)
-    weights = sum(p.weights_bytes for p in shape.pages)
     tiers = {"weights": Tier.NVME, "optimizer": Tier.NVME, "gradients": gradients, "residuals": Tier.DEVICE}
 
     def predicted(mode):
         return plan(shape, options=StreamOptions(update_overlap=mode, update_hold=hold), **tiers).prediction
 
     forward, backward, auto = (predicted(mode) for mode in ("next_forward", "backward", "auto"))
-    again = 0 if hold and gradients is Tier.HOST else weights
-    assert backward.read_bytes == forward.read_bytes + again
-    assert (auto.read_bytes, auto.ahead_read_bytes) == (forward.read_bytes, again)
+    weights = sum(p.weights_bytes for p in shape.pages)
+    with_norm = shape.units[shape.backward[-1]].pages
+    met = sum(p.gradient_bytes for i, p in enumerate(shape.pages) if i not in with_norm)
+    more = weights * (not hold) - met * (hold > 0 and gradients is Tier.NVME)
+    assert backward.read_bytes == forward.read_bytes + more
+    assert (auto.read_bytes, auto.ahead_read_bytes) == (forward.read_bytes, more)
     assert forward.ahead_read_bytes == backward.ahead_read_bytes == 0
 
 

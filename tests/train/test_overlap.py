@@ -1,5 +1,6 @@
 """When the update runs never changes a bit: every mode, with or without commits, with clips and skips on some steps."""
 
+import collections
 import concurrent.futures
 import errno
 import functools
@@ -113,6 +114,27 @@ def test_an_update_meets_the_weights_in_their_frame():
     weights = sum(p.weights_bytes for p in run(placed("nvme"), sixteen, steps=1).plan.shape.pages)
     # Six updates, of which the last one was asked for by looking: it reads as the other does.
     assert none.total_nvme_bytes_read - ahead.total_nvme_bytes_read >= 5 * weights
+
+
+def test_an_update_beside_backward_meets_weights_and_gradient_in_their_frames(tmp_path, monkeypatch):
+    """Neither is read again, but for what is complete with the norm."""
+    with zinf.Trainer(
+        blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
+        blocks.config(placed("nvme"), parts(1e9), mode("backward", "step")), run_dir=tmp_path,
+    ) as trainer:  # fmt: skip
+        trainer.prepare(blocks.batch())
+        store, read = trainer._engine.store, collections.Counter()
+        read_chunk = store.read_chunk
+
+        def seen(kind, page, *rest):
+            read[kind, page] += 1
+            return read_chunk(kind, page, *rest)
+
+        monkeypatch.setattr(store, "read_chunk", seen)
+        trainer.step(blocks.batch())  # no commit before it is under way: old versions can stay
+        assert trainer.stats().pages_ahead >= 3
+        last = trainer.plan.shape.units[trainer.plan.positions[-1].unit].pages
+        assert {page for kind, page in read if kind != "optimizer"} <= set(last)
 
 
 def durable(trainer):

@@ -49,8 +49,8 @@ class Span:
 class Prediction:
     """Bytes moved to and from NVMe per step (the update's apart too), and times; None where a rate was not measured.
 
-    With update_overlap "auto" they are those of an update beside the next forward; up to `ahead_read_bytes` are read
-    on top where it runs beside backward, and comes when its page has no frame any more.
+    With update_overlap "auto" they are those of an update beside the next forward; `ahead_read_bytes` are read on top
+    where it runs beside backward. That is less than nothing where it meets gradients in frames that would be spilled.
     """
 
     read_bytes: int
@@ -222,7 +222,8 @@ class Plan:
             f"({moved:.1f} bytes per parameter)"
         )
         if p.ahead_read_bytes:
-            text += f", up to {format_bytes(p.ahead_read_bytes)} more where the update runs beside backward"
+            more = "more" if p.ahead_read_bytes > 0 else "less"
+            text += f", {format_bytes(abs(p.ahead_read_bytes))} {more} where the update runs beside backward"
         named = {"compute": p.compute_s, "I/O of the passes": p.pass_io_s, "I/O of the update": p.update_io_s,
                  "host work of the update": p.update_host_s, "step": p.step_s}  # fmt: skip
         known = [f"{name} {value:.3g} s" for name, value in named.items() if value is not None]

@@ -296,7 +296,8 @@ class _Builder:
         )
         update_read = update_write = ahead_read = touched = 0
         overlap = self.options.update_overlap
-        for page, tier in zip(pages, tiers, strict=True):
+        last = self.shape.units[self.positions[-1].unit].pages  # the norm is known next: none of these is run ahead
+        for index, (page, tier) in enumerate(zip(pages, tiers, strict=True)):
             if not page.gradient_bytes:
                 continue
             if tier.gradients is Tier.NVME:
@@ -305,11 +306,14 @@ class _Builder:
             moved = (tier.weights is Tier.NVME) * page.weights_bytes + (tier.optimizer is Tier.NVME) * page.record_bytes
             update_write += page.weights_bytes + page.record_bytes if self.options.write_through else moved
             read_again = (tier.weights is Tier.NVME) * page.weights_bytes
-            # Beside backward, a gradient on NVMe is whole only when the weights' frame is gone.
-            meets = self.options.update_hold > 0 and tier.gradients is not Tier.NVME
-            if overlap in ("next_forward", "auto") or (overlap == "backward" and meets):
-                moved -= read_again  # the update meets them in their frame
-            ahead_read += read_again * (overlap == "auto" and not meets)
+            held = self.options.update_hold > 0  # an update beside backward meets weights and gradient in their frames
+            less = page.gradient_bytes * (held and tier.gradients is Tier.NVME and index not in last)
+            if overlap in ("next_forward", "auto") or (overlap == "backward" and held):
+                moved -= read_again
+            if overlap == "backward":
+                moved -= less
+            if overlap == "auto":
+                ahead_read += read_again * (not held) - less
             update_read += moved
             touched += 2 * page.weights_bytes + 2 * page.record_bytes + page.gradient_bytes
         flops = sum(_flops(self.shape.units[p.unit], p.phase) * self.shape.group_sizes[p.group] for p in self.positions)

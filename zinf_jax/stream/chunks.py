@@ -155,13 +155,15 @@ class ChunkIO:
         elif item:
             base = self._plan.resident[(OPTIMIZER, chunk.page)]
             frame.record = self._arena.view(FrameSpan(base + chunk.start * item, (chunk.stop - chunk.start) * item))
-        if gradients is not None and tiers.gradients is Tier.NVME:
+        if gradients is None or tiers.gradients is Tier.DEVICE:
+            return
+        rows = gradients.resident_rows(page)
+        if rows is not None:
+            frame.gradient = rows[chunk.start : chunk.stop]
+        elif tiers.gradients is Tier.NVME:
             there = any(gradients.covers(s.piece) for s in page.segments)
             data, used = self._place(frame, slot, GRADIENTS, chunk, self._gradient_dtype.itemsize, used, there)
             frame.gradient = data.view(self._gradient_dtype)
-        elif gradients is not None and tiers.gradients is Tier.HOST:
-            rows = gradients.resident_rows(page)
-            frame.gradient = None if rows is None else rows[chunk.start : chunk.stop]
 
     def _place(
         self, frame: ChunkFrame, slot: int, kind: str, chunk: Chunk, item: int, used: int, read: bool

@@ -362,6 +362,7 @@ class StreamEngine:
         )  # fmt: skip
         if fused:
             self.pager.attach(self.updates)
+            self.gradients.attach(self.updates.release)
         self.contents = Contents(layout, plan, self.record, self.io, dict(self.topology.axis_sizes), init_slots)
         self.executor = Executor(
             program.graph, plan, program.executables, device_operands(program.graph, self.topology), self.pager,

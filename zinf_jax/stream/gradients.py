@@ -4,12 +4,13 @@ Guarantees:
   * A piece's gradient is the sum of its contributions (units that read it, times groups of micro-batches), added in the
     order of the schedule, in the gradient's dtype: the same bits on every tier.
   * Its squared norm is taken once, when it is complete: fp64 over fixed blocks of each rank's shard, in leaf order.
-  * A spilled page is written when its last piece is complete, and its frame is free when the write is.
+  * A spilled page is written when its last piece is complete. Until its frame's time is over an update can read it
+    there; the frame is free when both are done.
 Only the main thread calls it.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class Collected:
         return piece in self._covered
 
     def resident_rows(self, page: Page) -> np.ndarray | None:
-        """The page's gradient in memory, flat over its rows; None where it was spilled or stays on the device."""
+        """The page's gradient in memory, flat over its rows; None where it is on NVMe only, or on the device."""
         frame = self._frames.get(page.index)
         return None if frame is None else frame.reshape(-1)
 
@@ -86,7 +87,12 @@ class GradientCollector:
         self._pieces_of: Counter[int] = Counter(layout.where[piece][0] for piece in self._expected)
         self._spans = {int(s.residency.key[1]): s for s in plan.spans if s.residency.key[0] == GRADIENTS}
         self._add = jax.jit(jnp.add, donate_argnums=0)
+        self._wait_for_update: Callable[[int], None] = lambda page: None
         self._reset()
+
+    def attach(self, wait_for_update: Callable[[int], None]) -> None:
+        """From here on a frame is kept until what this waits for, an update that may read the page's gradient there."""
+        self._wait_for_update = wait_for_update
 
     def _reset(self) -> None:
         self._seen: Counter[Piece] = Counter()
@@ -107,7 +113,7 @@ class GradientCollector:
             self._ends.setdefault(span.residency.end, []).append(span)
 
     def take_complete(self) -> list[int]:
-        """Pages whose gradient is whole and readable since the last call."""
+        """Pages whose gradient is whole since the last call."""
         pages, self._ready = self._ready, []
         return pages
 
@@ -164,8 +170,7 @@ class GradientCollector:
             assert self._store is not None
             frame = self._frames[page.index].reshape(-1).view(np.uint8)
             self._writes[page.index] = self._store.write_page(GRADIENTS, page.index, frame, page.name)
-        else:
-            self._ready.append(page.index)
+        self._ready.append(page.index)
 
     def _squared_norm(self, page: Page, segment: Segment) -> float:
         if self._plan.tiers[page.index].gradients is Tier.DEVICE:
@@ -178,12 +183,12 @@ class GradientCollector:
 
     def _free(self, span: Span) -> None:
         page_index = int(span.residency.key[1])
+        self._wait_for_update(page_index)
         write = self._writes.pop(page_index)
         with self._counters.timed("write_stall_s", write):
             write.wait()
         frame = self._frames.pop(page_index)
         self._arena.release(FrameSpan(span.offset, frame.nbytes))
-        self._ready.append(page_index)
 
     def finish(self) -> tuple[float, ...]:
         """Ends the passes: all spills are written, their frames free.
