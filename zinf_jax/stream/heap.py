@@ -18,6 +18,7 @@ TUNABLES = f"glibc.malloc.hugetlb=1:{ONE_HEAP}"
 """What is best for JAX's CPU backend: buffers on huge pages, and these."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGE = 8 << 20
+_LARGEST = 32 << 20  # more cannot be set
 _HEAP = 64 << 20  # as large as a thread's heap can be: so much room is to be left at its end
 _ENVIRONMENT = pathlib.Path("/proc/self/environ")  # as it was when the process began, which is what counts
 
@@ -46,7 +47,7 @@ def apply(freed: Freed, *, values_wait: bool) -> bool:
     """
     if freed is Freed.RETURNED:
         return return_freed(_LARGE if values_wait else _LARGE // 2)
-    return keep_freed()
+    return keep_freed(_LARGEST if freed is Freed.SHARED else _LARGE)
 
 
 def advice(freed: Freed) -> str | None:
@@ -65,13 +66,14 @@ def return_freed(min_bytes: int) -> bool:
     return _set({_M_MMAP_THRESHOLD: min_bytes, _M_TRIM_THRESHOLD: 16 << 20, _M_TOP_PAD: 128 << 10})
 
 
-def keep_freed() -> bool:
-    """Keeps freed buffers of less than 8 MiB for the next step, for the whole process. The plan counts what that holds.
+def keep_freed(max_bytes: int = _LARGE) -> bool:
+    """Keeps freed buffers of less than `max_bytes` for the next step, for the whole process. The plan counts what that
+    holds.
 
     Returns:
       False where the C library has no such switches.
     """
-    return _set({_M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: 1 << 30, _M_TOP_PAD: _HEAP})
+    return _set({_M_MMAP_THRESHOLD: max_bytes, _M_TRIM_THRESHOLD: 1 << 30, _M_TOP_PAD: _HEAP})
 
 
 def _has_one_heap() -> bool:
