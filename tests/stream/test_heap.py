@@ -1,6 +1,7 @@
 """What the C library does with what threads free: the kernel has pages to give again or not, and who can use them."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -94,3 +95,12 @@ def test_what_becomes_of_freed_memory_is_found_in_the_environment_that_the_proce
     assert run(script, GLIBC_TUNABLES=f"{heap.ONE_HEAP}0") == (Freed.RETURNED if bounded else Freed.KEPT)
     assert run(script, GLIBC_TUNABLES=f"glibc.malloc.hugetlb=1:{heap.ONE_HEAP}") == Freed.SHARED
     assert run(script, MALLOC_ARENA_MAX="1") == Freed.SHARED
+
+
+def test_what_is_best_is_said_where_it_can_be_chosen():
+    assert heap.advice(Freed.SHARED) is None
+    for freed in (Freed.KEPT, Freed.RETURNED):
+        assert heap.TUNABLES in (heap.advice(freed) or "")
+    root = pathlib.Path(heap.__file__).parents[2]
+    for name in ("README.md", "scripts/quickstart.sh", "scripts/_bench.py"):
+        assert heap.TUNABLES in (root / name).read_text(), name
