@@ -116,11 +116,13 @@ def test_an_update_meets_the_weights_in_their_frame():
     assert none.total_nvme_bytes_read - ahead.total_nvme_bytes_read >= 5 * weights
 
 
-def test_an_update_beside_backward_meets_weights_and_gradient_in_their_frames(tmp_path, monkeypatch):
-    """Neither is read again, but for what is complete with the norm."""
+@pytest.mark.parametrize("streaming", [{}, {"max_in_flight": 1}], ids=str)
+def test_an_update_beside_backward_meets_weights_and_gradient_in_their_frames(tmp_path, monkeypatch, streaming):
+    """Neither is read again, but for what is complete with the norm. Not even by an update that is late: it is waited
+    for, the gradient's frame first where few programs are in flight."""
     with zinf.Trainer(
         blocks.loss, zinf.lazy(blocks.init, blocks.jax.random.key(0)), zinf.optim.adamw(1e-2),
-        blocks.config(placed("nvme"), parts(1e9), mode("backward", "step")), run_dir=tmp_path,
+        blocks.config(placed("nvme"), parts(1e9), mode("backward", "step", **streaming)), run_dir=tmp_path,
     ) as trainer:  # fmt: skip
         trainer.prepare(blocks.batch())
         store, read = trainer._engine.store, collections.Counter()
@@ -131,6 +133,7 @@ def test_an_update_beside_backward_meets_weights_and_gradient_in_their_frames(tm
             return read_chunk(kind, page, *rest)
 
         monkeypatch.setattr(store, "read_chunk", seen)
+        monkeypatch.setattr(trainer._engine.updates, "advance", lambda: False)  # moves only where it is waited for
         trainer.step(blocks.batch())  # no commit before it is under way: old versions can stay
         assert trainer.stats().pages_ahead >= 3
         last = trainer.plan.shape.units[trainer.plan.positions[-1].unit].pages
