@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 make_environment .venv ""
 # The CPU backend takes and gives back its buffers all the time: on huge pages, in one heap for all threads, that is fewer
-# page faults and less memory.
+# page faults.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1}"
 case " $* " in
   *" --overwrite "*) how="" ;;

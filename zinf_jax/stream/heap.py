@@ -4,7 +4,7 @@ Its own rule fits no aim. It raises its mmap threshold to 32 MiB as buffers of s
 gets back (110 MiB more than was in use at 125M parameters); and it gives back the heaps of threads whenever they are
 empty, which is after every step: the kernel then zeroes their pages and they are faulted in again. Several threads take
 buffers, and what one has freed is no use to the others. A process that began with `ONE_HEAP` in its environment has one
-heap for all of them: it keeps all that is freed and yet holds less. Once there are threads it is too late to choose.
+heap for all of them: kept, that is less than in several. Once there are threads it is too late to choose.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ TUNABLES = f"glibc.malloc.hugetlb=1:{ONE_HEAP}"
 """What is best for JAX's CPU backend: buffers on huge pages, and these."""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGE = 8 << 20
-_LARGEST = 32 << 20  # more cannot be set
+_LARGEST = 32 << 20  # as far as its own rule goes
 _HEAP = 64 << 20  # as large as a thread's heap can be: so much room is to be left at its end
 _ENVIRONMENT = pathlib.Path("/proc/self/environ")  # as it was when the process began, which is what counts
 
@@ -54,7 +54,7 @@ def advice(freed: Freed) -> str | None:
     """What would make steps on the CPU backend faster, in a line. None: nothing."""
     if freed is Freed.SHARED or platform.libc_ver()[0] != "glibc":
         return None
-    return f"on the CPU backend steps are faster if the process begins with GLIBC_TUNABLES={TUNABLES}"
+    return f"on the CPU backend steps can be faster if the process begins with GLIBC_TUNABLES={TUNABLES}"
 
 
 def return_freed(min_bytes: int) -> bool:
